@@ -1,0 +1,25 @@
+"""Things that watch a run."""
+
+from .callback import Callback
+from .early_stopping import EarlyStopping
+from .jsonl import JSONLLogger
+from .learning_rate_monitor import LearningRateMonitor
+from .logger import Logger
+from .model_checkpoint import ModelCheckpoint
+from .model_summary import ModelSummary
+from .progress_bar import ProgressBar
+from .step_panel import StepPanel
+from .tensorboard import TensorBoardLogger
+
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "JSONLLogger",
+    "LearningRateMonitor",
+    "Logger",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "ProgressBar",
+    "StepPanel",
+    "TensorBoardLogger",
+]

@@ -1,0 +1,63 @@
+"""`Logger`: a callback that keeps what is logged. Only rank 0 is given anything to keep."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from ..trainer import Task, Trainer
+
+
+class Logger(Callback):
+    """Base of loggers. A logger of your own needs `log_metrics`; the rest has harmless defaults."""
+
+    run_folder: Path | None = None
+    """The run's folder; set by the trainer."""
+    first_step: int = 0
+    """Steps up to here were logged by the run that is resumed; set by the trainer."""
+    is_writer: bool = True
+    """Whether this is rank 0; set by the trainer."""
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        """Learn where to write."""
+        self.run_folder, self.is_writer = trainer.run_folder, trainer.is_global_zero
+
+    def on_fit_start(self, trainer: Trainer, task: Task) -> None:
+        """Learn where a resumed run goes on; later steps of the run before are dropped."""
+        self.first_step = trainer.global_step
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
+        """Write out what is kept in memory."""
+        self.finalize("success")
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep reduced values of one optimizer step. Called on rank 0 only, once for each step and name."""
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Keep the hyperparameters. Called on rank 0 only, when a fit starts."""
+
+    def finalize(self, status: str) -> None:
+        """Write out and close; more may be logged afterwards."""
+
+    @property
+    def experiment(self) -> Any:
+        """What the logger writes with, for anything but metrics; on other ranks something that does nothing."""
+        return Nothing()
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder it writes into."""
+        return None if self.run_folder is None else str(self.run_folder)
+
+
+class Nothing:
+    """Takes any call and does nothing: the writer of the ranks that don't write."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args, **_kwargs: None  # pyright: ignore

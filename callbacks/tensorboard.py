@@ -1,0 +1,80 @@
+"""TensorBoard event files."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .logger import Logger, Nothing
+
+if TYPE_CHECKING:
+    from ..trainer import Task, Trainer
+
+
+class TensorBoardLogger(Logger):
+    """Writes scalars for TensorBoard: one event file for a run, written by rank 0.
+
+    Args:
+        save_dir: folder of the events; default: `tensorboard` in the run's folder.
+        name: a folder in it.
+        version: a folder in that.
+    """
+
+    def __init__(
+        self, save_dir: str | os.PathLike[str] | None = None, name: str = "", version: int | str | None = None
+    ) -> None:
+        self._save_dir = None if save_dir is None else Path(save_dir)
+        self._name = name
+        self._version = f"version_{version}" if isinstance(version, int) else version or ""
+        self._writer: Any = None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the events."""
+        base = self._save_dir
+        if base is None:
+            if self.run_folder is None:
+                return None
+            base = self.run_folder / "tensorboard"
+        return str(base / self._name / self._version)
+
+    @property
+    def experiment(self) -> Any:
+        """torch's `SummaryWriter`, on rank 0; `logger.experiment.add_image(…)` is harmless elsewhere."""
+        if not self.is_writer:
+            return Nothing()
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+            if self.log_dir is None:
+                raise RuntimeError("TensorBoardLogger writes inside a run, or with save_dir=….")
+            # Steps behind the one that is resumed are hidden: none is shown twice.
+            purge = self.first_step + 1 if self.first_step else None
+            self._writer = SummaryWriter(self.log_dir, purge_step=purge)
+            # Open until the program ends: a test after a fit goes into the same file.
+            weakref.finalize(self, self._writer.close)
+        return self._writer
+
+    def on_fit_start(self, trainer: Trainer, task: Task) -> None:
+        """Open the file before the first step, which would have to wait for it."""
+        super().on_fit_start(trainer, task)
+        _ = self.experiment
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write each value as a scalar."""
+        writer = self.experiment
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write them as text: TensorBoard's own table would need a second event file."""
+        rows = "\n".join(f"| {name} | `{value}` |" for name, value in params.items())
+        self.experiment.add_text("hyperparameters", f"| name | value |\n|---|---|\n{rows}", 0)
+
+    def finalize(self, status: str) -> None:
+        """Write out what is kept in memory."""
+        if self._writer is not None:
+            self._writer.flush()

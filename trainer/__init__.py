@@ -1,0 +1,19 @@
+"""The loop, the task, data, metrics and checkpoints."""
+
+from .checkpoint import CheckpointError
+from .config import TrainerConfig
+from .data_module import DataModule
+from .overrides import from_command_line
+from .randomness import seed_everything
+from .task import Task
+from .trainer import Trainer
+
+__all__ = [
+    "CheckpointError",
+    "DataModule",
+    "Task",
+    "Trainer",
+    "TrainerConfig",
+    "from_command_line",
+    "seed_everything",
+]

@@ -1,0 +1,33 @@
+"""What may stand in a checkpoint: values that load again without running code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Refuse what `torch.load(weights_only=True)` would refuse later, when it is too late.
+
+    Raises:
+        TypeError: names the place in the state, its type, and what to store instead.
+    """
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            check_plain(key, f"a key of {where}")
+            check_plain(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple, set):
+        for index, item in enumerate(cast("list[Any]", value)):
+            check_plain(item, f"{where}[{index}]")
+    else:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise TypeError(
+            f"{where} is a {kind}, which a checkpoint can't hold: loading it would run code. Store numbers, strings, "
+            "tensors, and lists or dicts of them (a numpy array as a tensor or list, a path as a string)."
+        )

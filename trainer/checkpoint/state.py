@@ -1,0 +1,137 @@
+"""The state of a run: what goes into a checkpoint, and how it comes back. Composed here, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...callbacks.callback import Callback
+from ..randomness import rng_state
+from .folder import Checkpoint, CheckpointError, write_checkpoint
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+def state_keys(callbacks: Sequence[Callback]) -> list[str]:
+    """A key for each callback's state: its `state_key`, numbered where several have the same."""
+    keys: list[str] = []
+    for callback in callbacks:
+        key, number = callback.state_key, 1
+        while key in keys:
+            number += 1
+            key = f"{callback.state_key}#{number}"
+        keys.append(key)
+    return keys
+
+
+def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
+    """Everything of training.pt, under Lightning's keys where it has them."""
+    task, strategy, progress = trainer.task, trainer.strategy, trainer.progress
+    state: dict[str, Any] = {"epoch": progress.epoch, "global_step": progress.global_step}
+    if task.hparams:
+        state["hyper_parameters"] = dict(task.hparams)
+    if weights_only:
+        return state
+    state |= {
+        "progress": progress.state_dict(),
+        "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "callbacks": {
+            key: state
+            for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True)
+            if (state := callback.state_dict())
+        },
+        "world_size": trainer.world_size,
+        "seed": trainer.seed,
+    }
+    if trainer.datamodule is not None and (data_state := trainer.datamodule.state_dict()):
+        state["datamodule"] = data_state
+    return state
+
+
+def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
+    """Write a checkpoint of the run, all ranks together."""
+    task, strategy = trainer.task, trainer.strategy
+    strategy.broadcast_buffers(task)  # rank 0's are saved; whoever goes on, goes on with them
+    checkpoint = training_state(trainer, weights_only=weights_only)
+    checkpoint["state_dict"] = strategy.model_state(task)
+    for callback in trainer.callbacks:
+        callback.on_save_checkpoint(trainer, task, checkpoint)
+    task.on_save_checkpoint(checkpoint)
+    model = checkpoint.pop("state_dict")
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    description = {
+        "task": type(task).__qualname__,
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "world_size": trainer.world_size,
+        "metrics": metrics,
+    }
+    write_checkpoint(path, strategy, model, checkpoint, {"rng": rng_state()}, description)
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None:
+    """Bring task and trainer to a checkpoint's state. Random numbers come back later, when the loader has begun.
+
+    Args:
+        trainer: the run.
+        checkpoint: what was read.
+        training: also optimizers, schedulers, callbacks and progress.
+
+    Raises:
+        CheckpointError: it does not fit the task, its optimizers, or the number of ranks.
+    """
+    task, strategy = trainer.task, trainer.strategy
+    state = checkpoint.as_dict()
+    for callback in trainer.callbacks:
+        callback.on_load_checkpoint(trainer, task, state)
+    task.on_load_checkpoint(state)
+    try:
+        strategy.load_model_state(task, state["state_dict"], strict=task.strict_loading)
+    except RuntimeError as error:
+        raise CheckpointError(f"{checkpoint.path} does not fit {type(task).__name__}: {error}") from error
+    if trainer.datamodule is not None and "datamodule" in state:
+        trainer.datamodule.load_state_dict(state["datamodule"])
+    if not training:
+        return
+    if "progress" not in state:
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights only: training can't resume from it. Load the weights with "
+            f"{type(task).__name__}.load_from_checkpoint, and start a new run."
+        )
+    _check_counts(checkpoint, state, trainer)
+    for optimizer, theirs in zip(trainer.optimizers, state["optimizer_states"], strict=True):
+        try:
+            strategy.load_optimizer_state(optimizer, theirs)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path} does not fit the {type(optimizer).__name__} of configure_optimizers: {error}"
+            ) from error
+    for config, theirs in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(theirs)
+    for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True):
+        if key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][key])
+    trainer.progress.load_state_dict(state["progress"])
+
+
+def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Trainer) -> None:
+    for what, key, mine in (
+        ("optimizers", "optimizer_states", trainer.optimizers),
+        ("LR schedulers", "lr_schedulers", trainer.lr_scheduler_configs),
+    ):
+        if len(state[key]) != len(mine):
+            raise CheckpointError(
+                f"{checkpoint.path} holds {len(state[key])} {what}, configure_optimizers returned {len(mine)}: expected "
+                "the same."
+            )
+    progress = state["progress"]
+    inside = progress["batch_idx"] and progress["epochs_done"] <= progress["epoch"]
+    if inside and state["world_size"] != trainer.world_size:
+        raise CheckpointError(
+            f"{checkpoint.path} was taken inside epoch {progress['epoch']} on {state['world_size']} ranks; resuming "
+            f"inside an epoch on {trainer.world_size} is not supported yet. Use as many ranks, or a checkpoint of an "
+            "epoch's end."
+        )

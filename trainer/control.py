@@ -1,0 +1,81 @@
+"""The control word: how ranks agree, between steps, to stop or to save.
+
+A rank that wants something raises a flag. About once a second, at a step that all ranks know beforehand, the
+flags are reduced over the ranks; the result is read one step later, so nobody waits for it. All ranks thus see
+the same flags at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ..strategies.base import Pending, Strategy
+
+STOP = 1
+"""End training after this step."""
+
+SAVE = 2
+"""A timed checkpoint is due."""
+
+# Seconds between two words, about.
+PERIOD = 1.0
+
+
+class ControlWord:
+    """The flags of this rank, and what all ranks agreed on."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._raised = 0
+        self._pending: Pending | None = None
+        # Steps from one word to the next, and to go. Starts with every step: a step may take minutes.
+        self._interval = 1
+        self._countdown = 1
+        self._last = time.monotonic()
+        self.agreed = 0
+        """The flags all ranks saw at the end of the last step."""
+
+    def raise_flag(self, flag: int) -> None:
+        """Ask all ranks for this; no communication happens here, so a signal handler may call it."""
+        self._raised |= flag
+
+    def poll(self) -> int:
+        """Return the flags that all ranks agreed on. Called by every rank after every step."""
+        if self._strategy.world_size == 1:
+            self.agreed, self._raised = self._raised, 0
+            return self.agreed
+        if self._pending is not None:
+            return self._read(self._pending)
+        self.agreed = 0
+        self._countdown -= 1
+        if self._countdown <= 0:
+            self._start()
+        return 0
+
+    def settle(self) -> int:
+        """As `poll`, but agree now: at the end of an epoch, where all ranks are."""
+        flags = 0 if self._pending is None else self._read(self._pending)
+        if self._strategy.world_size > 1:
+            self._start()
+        if self._pending is not None:
+            return flags | self._read(self._pending)
+        return flags | self.poll()
+
+    def _start(self) -> None:
+        now = time.monotonic()
+        elapsed, self._last = now - self._last, now
+        # Towards PERIOD, at most doubled at once: the first steps are slower than the later ones.
+        wanted = min(2 * self._interval, max(1, int(self._interval * PERIOD / max(elapsed, 1e-9))))
+        # A maximum of flags is their union, bit by bit; of negated intervals it is the shortest.
+        word = torch.tensor([bool(self._raised & STOP), bool(self._raised & SAVE), -wanted])
+        self._raised = 0
+        self._pending = self._strategy.start_all_reduce_max(word, name="control word")
+
+    def _read(self, pending: Pending) -> int:
+        stop, save, negated_interval = pending.wait().tolist()
+        self._pending = None
+        self._interval = self._countdown = -negated_interval
+        self.agreed = STOP * stop | SAVE * save
+        return self.agreed

@@ -1,0 +1,137 @@
+"""Who sees which sample: one global order, a function of seed and epoch, dealt to the ranks in turn.
+
+Rank r of W takes places r, r+W, r+2W, … of the order. So W ranks × batch B see in each step the very samples that
+1 rank × batch W·B sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from ..randomness import derived_seed, kept_rng, rng_state, seed_everything, seeded_rng, set_rng_state
+
+
+class ShuffledOrder(Sampler[int]):
+    """A permutation of 0 … length−1 that depends on seed and epoch only."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.seed, self.epoch = length, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, self.epoch, "order"))
+        yield from torch.randperm(self.length, generator=generator).tolist()
+
+
+class SeededOrder(Sampler[Any]):
+    """A user's sampler, drawn from random numbers that depend on seed and epoch only: equal on all ranks.
+
+    Without it, each rank's sampler would draw its own order, and some samples would be seen twice, some never.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        self.sampler, self.seed, self.epoch = sampler, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the random numbers."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # pyright: ignore
+
+    def __iter__(self) -> Iterator[Any]:
+        seed = derived_seed(self.seed, self.epoch, "sampler")
+        if has_length(self.sampler):
+            with seeded_rng(seed):
+                order = list(self.sampler)
+            yield from order
+        else:
+            yield from _drawn_apart(self.sampler, seed)
+
+
+def _drawn_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
+    """The sampler's items, drawn one by one from a stream of random numbers of their own: it may never end."""
+    with kept_rng():
+        seed_everything(seed)
+        items = iter(sampler)
+        state = rng_state()
+    while True:
+        with kept_rng():
+            set_rng_state(state)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            state = rng_state()
+        yield item
+
+
+class Shard(Sampler[Any]):
+    """This rank's part of an order of samples, or of batches.
+
+    Args:
+        order: the global order, equal on all ranks.
+        rank: whose part.
+        world_size: how many parts.
+        even: True (training): leave out the last len(order) mod world_size items, so that all ranks have equally
+            many. False (evaluation): every item goes to exactly one rank; some ranks may have one less, or none.
+    """
+
+    def __init__(self, order: Iterable[Any], rank: int, world_size: int, *, even: bool) -> None:
+        self.order, self.rank, self.world_size, self.even = order, rank, world_size, even
+        self.start = 0
+        """Items of the global order, a multiple of world_size, that the next iteration begins behind."""
+
+    @property
+    def dropped(self) -> int:
+        """Items that no rank sees in an epoch."""
+        return len(self.order) % self.world_size if self.even and has_length(self.order) else 0  # pyright: ignore
+
+    def __len__(self) -> int:
+        """Items of this rank in a whole epoch."""
+        length = len(self.order)  # pyright: ignore
+        return length // self.world_size if self.even else len(range(self.rank, length, self.world_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        stop = len(self) * self.world_size if self.even and has_length(self.order) else None
+        start, self.start = self.start, 0
+        return islice(self.order, start + self.rank, stop, self.world_size)
+
+
+def has_length(items: Any) -> bool:
+    """Whether `len(items)` works. (A class may have `__len__` and raise in it, as DataLoader does.)"""
+    if not isinstance(items, Sized):
+        return False
+    try:
+        len(items)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def set_epoch(holder: Any, epoch: int) -> None:
+    """Tell the epoch to a loader's samplers, however deeply nested, and to its dataset."""
+    seen: set[int] = set()
+
+    def visit(item: Any) -> None:
+        if item is None or id(item) in seen:
+            return
+        seen.add(id(item))
+        if callable(getattr(item, "set_epoch", None)):
+            item.set_epoch(epoch)
+        for name in ("sampler", "batch_sampler", "order"):
+            visit(getattr(item, name, None))
+
+    visit(holder)
+    visit(getattr(holder, "dataset", None))

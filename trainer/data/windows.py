@@ -1,0 +1,39 @@
+"""Grouping micro-batches into the windows of optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+Window = tuple[int, Iterable[Any]]
+
+
+def windows(batches: Iterator[Any], size: int, length: int | None) -> Iterator[Window]:
+    """Yield `(count, micro_batches)` for each step: `size` of them, fewer in the last one.
+
+    A step must know its real size before its first backward, which is divided by it. Where the number of batches
+    (`length`) is known, the micro-batches are read as the step goes; else a window is read ahead.
+    """
+    if size == 1:
+        for batch in batches:
+            yield 1, (batch,)
+    elif length is not None:
+        for start in range(0, length, size):
+            count = min(size, length - start)
+            yield count, _exactly(count, batches)
+    else:
+        while window := list(islice(batches, size)):
+            yield len(window), window
+
+
+def _exactly(count: int, batches: Iterator[Any]) -> Iterator[Any]:
+    for given in range(count):
+        try:
+            yield next(batches)
+        except StopIteration:
+            # The window's first losses were divided by `count`: the step would be a wrong one.
+            raise RuntimeError(
+                f"the training loader ended inside an accumulation window, {count - given} batches before the end "
+                "that its length promised: expected len(loader) batches."
+            ) from None

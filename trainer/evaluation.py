@@ -1,0 +1,127 @@
+"""Validation, test and prediction: every sample once, on the bare task, never through DDP's wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .data.loaders import PreparedLoader
+from .data.transfer import move_to_device
+from .hooks import HookTable, overrides
+from .loop import with_batch_index
+from .metric_log import Logged, MetricLog
+from .task import Task
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+Transfer = Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kind of evaluation: the names that belong together."""
+
+    name: str
+    """As in the hooks, `on_<name>_start`."""
+    step: str
+    """The task's method."""
+    loaders: str
+    """The method of task and data module that gives the loaders."""
+    data: str
+    """The key of `data.loaders.LIMITS`."""
+
+
+VALIDATION = Stage("validation", "validation_step", "val_dataloader", "validation")
+TEST = Stage("test", "test_step", "test_dataloader", "test")
+PREDICTION = Stage("predict", "predict_step", "predict_dataloader", "prediction")
+
+
+class EvaluationLoop:
+    """Runs a step of the task over loaders, in eval mode and without gradients."""
+
+    def __init__(self, trainer: Trainer, task: Task, hooks: HookTable, stage: Stage, transfer: Transfer | None) -> None:
+        self.trainer, self.task, self.hooks, self.stage, self.transfer = trainer, task, hooks, stage, transfer
+        self.step = with_batch_index(getattr(task, stage.step))
+
+    def run(
+        self, loaders: Sequence[PreparedLoader], *, most: int | None = None, keep: bool = False
+    ) -> tuple[Logged, list[list[Any]]]:
+        """Evaluate.
+
+        Args:
+            loaders: whose batches.
+            most: batches of each loader at most.
+            keep: also return what the step returned, by loader and batch.
+        """
+        stage, trainer, task = self.stage, self.trainer, self.task
+        log = MetricLog(trainer.strategy, task, loaders=len(loaders))
+        before, trainer.active_log = trainer.active_log, log
+        kept: list[list[Any]] = []
+        # On each rank BatchNorm has seen other samples: rank 0's statistics count, as in the checkpoint.
+        trainer.strategy.broadcast_buffers(task)
+        with self._mode():
+            self._call("start")
+            self._call("epoch_start")
+            for index, loader in enumerate(loaders):
+                kept.append(self._run_loader(index, loader, log, most, keep, several=len(loaders) > 1))
+            log.batch = None
+            self._call("epoch_end")
+            logged = log.reduce_epoch()
+            trainer.publish(logged, log)
+            self._call("end")
+        trainer.active_log = before
+        return logged, kept
+
+    def _run_loader(
+        self, index: int, loader: PreparedLoader, log: MetricLog, most: int | None, keep: bool, *, several: bool
+    ) -> list[Any]:
+        stage, trainer, task = self.stage, self.trainer, self.task
+        starts, ends = self.hooks.of(f"on_{stage.name}_batch_start"), self.hooks.of(f"on_{stage.name}_batch_end")
+        where = (index,) if several else ()
+        outputs: list[Any] = []
+        log.dataloader_idx = index
+        loader.set_epoch(trainer.current_epoch)
+        if most == 0:
+            return outputs
+        for batch_idx, batch in enumerate(loader.batches()):
+            if self.transfer is not None:
+                batch = self.transfer(batch, index)
+            log.batch = batch
+            for hook in starts:
+                hook(trainer, task, batch, batch_idx, *where)
+            with trainer.strategy.autocast():
+                output = self.step(batch, batch_idx, *where)
+            log.batches += 1
+            for hook in ends:
+                hook(trainer, task, output, batch, batch_idx, *where)
+            if keep:
+                outputs.append(move_to_device(output, torch.device("cpu")))
+            if most is not None and batch_idx + 1 >= most:
+                break
+        return outputs
+
+    def _call(self, moment: str) -> None:
+        for hook in self.hooks.of(f"on_{self.stage.name}_{moment}"):
+            hook(self.trainer, self.task)
+
+    @contextmanager
+    def _mode(self) -> Generator[None]:
+        """Eval mode without gradients; afterwards each module has the mode it had."""
+        task, name = self.task, self.stage.name
+        modes = [(module, module.training) for module in task.modules()]
+        getattr(task, f"on_{name}_model_eval")()
+        with self._without_gradients():
+            yield
+        if overrides(task, f"on_{name}_model_train", Task):
+            getattr(task, f"on_{name}_model_train")()
+        else:
+            for module, training in modes:
+                module.training = training
+
+    def _without_gradients(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode() if self.trainer.config.inference_mode else torch.no_grad()

@@ -1,0 +1,288 @@
+"""One `fit`: what is prepared before the loop, and what the loop asks for between its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import Checkpoint, read_rank_state
+from .checkpoint.state import restore
+from .control import STOP, ControlWord
+from .data.loaders import PreparedLoader
+from .evaluation import VALIDATION, EvaluationLoop, Transfer
+from .hooks import HookTable, overrides
+from .loop import TrainingLoop
+from .metric_log import MetricLog
+from .optimization import SchedulerConfig, configure_optimizers
+from .plan import make_plan
+from .randomness import derived_seed, kept_rng, seed_everything, set_rng_state
+from .task import Task
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+_NEVER = float("inf")
+
+
+class FitRun:
+    """The state of one fit that no checkpoint keeps."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: Task,
+        hooks: HookTable,
+        train_loader: PreparedLoader,
+        val_loaders: list[PreparedLoader],
+        transfer: Transfer | None,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self.trainer, self.task, self.hooks, self.transfer = trainer, task, hooks, transfer
+        self.train_loader, self.val_loaders = train_loader, val_loaders
+        self.control: ControlWord = trainer.control
+        self.cleanup = ExitStack()
+        self.stopping = False
+        """All ranks agreed to stop; followed as soon as `min_epochs` and `min_steps` allow."""
+        self.deadline: float | None = None
+        self._checkpoint = checkpoint
+        self._rng_inside_epoch: dict[str, Any] | None = None
+        config = trainer.config
+        self._max_steps = config.max_steps if config.max_steps >= 0 else _NEVER
+        self._validation_interval = self._interval()
+        self._next_validation = _NEVER
+        self._evaluation = EvaluationLoop(trainer, task, hooks, VALIDATION, transfer) if val_loaders else None
+
+    def run(self) -> None:
+        """Build optimizers, wrap, resume, check the validation, train."""
+        trainer, task, config = self.trainer, self.task, self.trainer.config
+        self._refuse_what_excludes_manual_optimization()
+        trainer.plan = make_plan(config, self.train_loader, trainer.world_size)
+        trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(task)
+        if self._checkpoint is not None:
+            restore(trainer, self._checkpoint, training=True)
+        with self.cleanup:
+            loop = TrainingLoop(self)
+            self._seed_ranks()
+            self._call("on_fit_start")
+            if self._checkpoint is None:
+                self._sanity_check()
+            self._restore_rng()
+            limit = config.time_limit()
+            self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
+            trainer.training = True
+            self._call("on_train_start")
+            loop.train()
+            self._call("on_train_end")
+            trainer.training = False
+            self._call("on_fit_end")
+
+    def _refuse_what_excludes_manual_optimization(self) -> None:
+        config = self.trainer.config
+        if self.task.automatic_optimization:
+            return
+        if config.accumulate_grad_batches != 1 or config.gradient_clip_val is not None:
+            raise ValueError(
+                "accumulate_grad_batches and gradient_clip_val work with automatic optimization only: with "
+                "automatic_optimization=False, accumulate and clip in training_step (self.clip_gradients)."
+            )
+
+    def _seed_ranks(self) -> None:
+        """From here on every rank draws its own random numbers, all of them functions of the run's seed."""
+        if self.trainer.config.seed is not None or self.trainer.world_size > 1:
+            seed_everything(derived_seed(self.trainer.seed, self.trainer.global_rank, "rank"))
+
+    def _restore_rng(self) -> None:
+        """Take up the random numbers where the checkpoint left them.
+
+        Between epochs that is before the loader begins, which draws from them; inside an epoch it is after.
+        """
+        if self._checkpoint is None:
+            return
+        state = read_rank_state(self._checkpoint, self.trainer.global_rank)
+        if state is None:
+            return  # on more ranks than before, the new ones go on from their own seed
+        if self.trainer.progress.batch_idx:
+            self._rng_inside_epoch = state["rng"]
+        else:
+            set_rng_state(state["rng"])
+
+    def _sanity_check(self) -> None:
+        batches = self.trainer.config.num_sanity_val_steps
+        if self._evaluation is None or not batches:
+            return
+        self.trainer.sanity_checking = True
+        self._call("on_sanity_check_start")
+        with kept_rng():  # training draws the same random numbers with and without it
+            self._evaluation.run(self.val_loaders, most=None if batches < 0 else batches)
+        self._call("on_sanity_check_end")
+        self.trainer.sanity_checking = False
+
+    # --- what the loop asks for ------------------------------------------------------------
+
+    def schedulers(self, interval: str) -> list[SchedulerConfig]:
+        """The schedulers that the trainer steps at this interval."""
+        if not self.task.automatic_optimization:
+            return []
+        return [config for config in self.trainer.lr_scheduler_configs if config.interval == interval]
+
+    def step_scheduler(self, config: SchedulerConfig) -> None:
+        """Step a scheduler, with the metric it monitors.
+
+        Raises:
+            RuntimeError: the metric was not logged, or differs from rank to rank.
+        """
+        metric = None
+        if config.monitor is not None and config.needs_metric:
+            metric = self.trainer.monitored(config.monitor, "ReduceLROnPlateau", required=config.strict)
+            if metric is None:
+                return
+        if overrides(self.task, "lr_scheduler_step", Task):
+            self.task.lr_scheduler_step(config.scheduler, metric)
+        elif metric is None:
+            config.scheduler.step()
+        else:
+            config.scheduler.step(metric)  # pyright: ignore[reportArgumentType]
+
+    def is_done(self) -> bool:
+        """Whether no further step is to be taken."""
+        progress = self.trainer.progress
+        if progress.global_step >= self._max_steps:
+            return True
+        if not self.stopping:
+            return False
+        config = self.trainer.config
+        return progress.epochs_done >= (config.min_epochs or 0) and progress.global_step >= (config.min_steps or 0)
+
+    def on_device(self, windows: Iterator[tuple[int, Iterable[Any]]]) -> Iterator[tuple[int, Iterable[Any]]]:
+        """The windows with their batches on the device."""
+        transfer = self.transfer
+        if transfer is None:
+            return windows
+        return ((size, (transfer(batch, 0) for batch in batches)) for size, batches in windows)
+
+    def loader_of_epoch(self, epoch: int) -> PreparedLoader:
+        """The training loader, ordered for the epoch, and as long on every rank.
+
+        Raises:
+            RuntimeError: on every rank, with all lengths.
+        """
+        loader, strategy = self.train_loader, self.trainer.strategy
+        loader.set_epoch(epoch)
+        lengths = strategy.gather_objects(loader.length, name="lengths of the training loader")
+        if len(set(lengths)) > 1:
+            each = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+            raise RuntimeError(
+                f"the training loader's length differs ({each} batches), so the longer ranks would wait for the shorter: "
+                "expected the same on every rank. Deal the samples evenly, or set limit_train_batches="
+                f"{min(length for length in lengths if length is not None)}."
+                if None not in lengths
+                else f"the training loader has a length on some ranks only ({each}): expected it on all."
+            )
+        self._plan_validation(loader.length)
+        return loader
+
+    def after_loader_started(self) -> None:
+        """The loader has drawn from the random numbers: now a resume inside an epoch takes up its own."""
+        if self._rng_inside_epoch is not None:
+            set_rng_state(self._rng_inside_epoch)
+            self._rng_inside_epoch = None
+
+    def log_step(self, log: MetricLog) -> None:
+        """Reduce and publish the values of a step."""
+        logged = log.reduce_step()
+        norm = self.trainer.gradient_norm
+        if norm is not None:
+            logged.for_logger["grad_norm"] = logged.for_callbacks["grad_norm"] = float(norm)
+        self.trainer.publish(logged, log)
+
+    def finish_epoch(self, log: MetricLog, whole: bool) -> None:
+        """What ends an epoch: validation, its hooks and metrics, schedulers, and those who decide by metrics."""
+        trainer, progress = self.trainer, self.trainer.progress
+        if whole and self._validation_due_at_end():
+            self.validate(log)
+        for hook in self.hooks.on_train_epoch_end:
+            hook(trainer, self.task)
+        trainer.publish(log.reduce_epoch(with_step=True), log)
+        trainer.active_log = None
+        if whole:
+            for config in self.schedulers("epoch"):
+                if progress.epochs_done % config.frequency == 0:
+                    self.step_scheduler(config)
+        for hook in self.hooks.monitor_train_epoch_end:
+            hook(trainer, self.task)
+        if self.control.settle() & STOP:
+            self.stopping = True
+
+    # --- validation ------------------------------------------------------------------------
+
+    def _interval(self) -> int | float | None:
+        """Batches between validations; None: at the end of an epoch."""
+        value, length = self.trainer.config.val_check_interval, self.train_loader.length
+        if value is None or (isinstance(value, float) and value == 1.0):
+            return None
+        if isinstance(value, int):
+            if self.trainer.config.check_val_every_n_epoch is not None and length is not None and value > length:
+                raise ValueError(
+                    f"val_check_interval={value} is more than the {length} batches of an epoch: there would be no "
+                    "validation. Set check_val_every_n_epoch=None to count across epochs."
+                )
+            return value
+        if length is None:
+            raise ValueError(
+                f"val_check_interval={value}: the training loader has no length to take a share of; give a number (int)."
+            )
+        if not int(length * value):
+            raise ValueError(
+                f"val_check_interval={value} of {length} batches is none: expected {1 / length:.3g} or more."
+            )
+        return int(length * value)
+
+    def _plan_validation(self, length: int | None) -> None:
+        config, progress, interval = self.trainer.config, self.trainer.progress, self._validation_interval
+        every = config.check_val_every_n_epoch
+        self._next_validation = _NEVER
+        if self._evaluation is None or (every is not None and (progress.epoch + 1) % every):
+            return
+        if interval is None:
+            self._next_validation = _NEVER if length is None else length
+        elif every is None:
+            self._next_validation = progress.batch_idx + max(1, interval - progress.batches_since_validation)
+        else:
+            self._next_validation = (progress.batch_idx // interval + 1) * interval
+
+    def validation_due(self, length: int | None) -> bool:
+        """Whether to validate now, inside the epoch. At its last batch, the end of the epoch does it."""
+        batch_idx = self.trainer.progress.batch_idx
+        return batch_idx >= self._next_validation and batch_idx != length
+
+    def _validation_due_at_end(self) -> bool:
+        if self._evaluation is None:
+            return False
+        every = self.trainer.config.check_val_every_n_epoch
+        if self._validation_interval is None:
+            return every is None or (self.trainer.progress.epoch + 1) % every == 0
+        return self.trainer.progress.batch_idx >= self._next_validation
+
+    def validate(self, log: MetricLog) -> None:
+        """Validate, step what steps with validations, and come back to training."""
+        trainer, progress, interval = self.trainer, self.trainer.progress, self._validation_interval
+        assert self._evaluation is not None
+        trainer.training, trainer.validating = False, True
+        if overrides(self.task, "on_validation_model_zero_grad", Task):
+            self.task.on_validation_model_zero_grad()
+        self._evaluation.run(self.val_loaders)
+        trainer.training, trainer.validating = True, False
+        trainer.active_log = log
+        progress.batches_since_validation = 0
+        progress.validations += 1
+        if interval is not None:
+            self._next_validation += interval
+        for config in self.schedulers("validation"):
+            if progress.validations % config.frequency == 0:
+                self.step_scheduler(config)
+
+    def _call(self, name: str) -> None:
+        for hook in self.hooks.of(name):
+            hook(self.trainer, self.task)

@@ -1,0 +1,102 @@
+"""Hooks: which methods are hooks, who overrides them, and the table the loops call through.
+
+`HookTable` is built once a run. It holds, for each hook, a tuple of bound methods: only the overridden ones,
+so a hook nobody overrides costs a check of an empty tuple.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from ..callbacks.callback import Callback
+from .task import Task
+
+Hook = Callable[..., Any]
+
+
+def _hook_names(base: type) -> tuple[str, ...]:
+    return tuple(name for name in vars(base) if name.startswith("on_"))
+
+
+CALLBACK_HOOKS = _hook_names(Callback)
+TASK_HOOKS = _hook_names(Task)
+
+
+class HookTable:
+    """The overridden hooks of a run: one attribute for each hook, a tuple of what to call as `(trainer, task, …)`."""
+
+    __slots__ = (*CALLBACK_HOOKS, "monitor_train_epoch_end")
+
+    def __init__(self, callbacks: Sequence[Callback], task: Task) -> None:
+        ordinary = [callback for callback in callbacks if not callback.monitors]
+        monitors = [callback for callback in callbacks if callback.monitors]
+        for name in CALLBACK_HOOKS:
+            watchers = [getattr(callback, name) for callback in ordinary if overrides(callback, name, Callback)]
+            if name in TASK_HOOKS and overrides(task, name, Task):
+                watchers.append(_without_trainer(getattr(task, name)))
+            deciders = [getattr(callback, name) for callback in monitors if overrides(callback, name, Callback)]
+            if name == "on_train_epoch_end":
+                # Between the two, the loop reduces the metrics of the epoch.
+                self.monitor_train_epoch_end: tuple[Hook, ...] = tuple(deciders)
+                deciders = []
+            setattr(self, name, (*watchers, *deciders))
+
+    def of(self, name: str) -> tuple[Hook, ...]:
+        """The hooks called `name`."""
+        hooks: tuple[Hook, ...] = getattr(self, name)
+        return hooks
+
+
+def _without_trainer(method: Hook) -> Hook:
+    return lambda _trainer, _task, *arguments: method(*arguments)  # pyright: ignore
+
+
+def overrides(instance: object, name: str, base: type) -> bool:
+    """Whether the instance has its own method `name`, not the one of `base`."""
+    return getattr(type(instance), name, None) is not getattr(base, name) or name in vars(instance)
+
+
+def check_hooks(instance: object, base: type) -> None:
+    """Refuse methods that look like hooks and are none, and hooks that can't take their arguments.
+
+    Raises:
+        TypeError: names the class, the method, and the nearest hook or the right signature.
+    """
+    kind = type(instance)
+    for name in dir(kind):
+        method = getattr(kind, name)
+        if not name.startswith("on_") or not inspect.isfunction(method):
+            continue
+        definition = getattr(base, name, None)
+        if definition is None:
+            near = get_close_matches(name, _hook_names(base), 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the hooks are the `on_…` methods of {base.__name__}."
+            raise TypeError(
+                f"{kind.__name__}.{name} is no hook, so it would never be called: {hint} "
+                "A method that is not meant as a hook needs a name without `on_`."
+            )
+        if method is not definition:
+            _check_signature(kind, name, method, definition)
+    for name in ("setup", "teardown"):
+        method, definition = getattr(kind, name), getattr(base, name)
+        if method is not definition and inspect.isfunction(method):
+            _check_signature(kind, name, method, definition)
+
+
+def _check_signature(kind: type, name: str, method: Hook, definition: Hook) -> None:
+    parameters = list(inspect.signature(definition).parameters.values())
+    full = [None] * len(parameters)
+    # `dataloader_idx` is given only where there are several loaders, and may be left out.
+    required = [None] * sum(parameter.default is parameter.empty for parameter in parameters)
+    signature = inspect.signature(method)
+    for arguments in (full, required):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return
+    expected = ", ".join(parameter.name for parameter in parameters)
+    raise TypeError(f"{kind.__name__}.{name}{signature} can't take a hook's arguments: expected ({expected}).")

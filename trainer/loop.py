@@ -1,0 +1,302 @@
+"""The training loop. Read `TrainingLoop.train_step` first: one optimizer step, in the order of the mathematics.
+
+fit:    for each epoch:  train_epoch
+epoch:  for each window: train_step, then what is due: log, validate, stop
+step:   for each micro-batch of the window: forward, backward;  then clip, update, schedule
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .control import STOP
+from .data.windows import windows
+from .hooks import overrides
+from .metric_log import MetricLog
+from .task import Task
+
+if TYPE_CHECKING:
+    from .fit import FitRun
+
+
+class StepModule(nn.Module):
+    """What the strategy wraps: its forward is the task's `training_step`, so that DDP sees the step begin."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+        # A bound method, since looking up a submodule goes through nn.Module's slow __getattr__.
+        self.training_step = with_batch_index(task.training_step)
+        self.manual = not task.automatic_optimization
+
+    def forward(self, batch: Any, batch_idx: int) -> Any:
+        """Run the step; None becomes a loss of zero, so that this rank's backward pairs with its peers'."""
+        output = self.training_step(batch, batch_idx)
+        if output is None and not self.manual:
+            return sum(p.flatten()[:0].sum() for p in self.task.parameters() if p.requires_grad)
+        return output
+
+
+class TrainingLoop:
+    """Steps through the training data until the run is done."""
+
+    def __init__(self, run: FitRun) -> None:
+        self.run, self.trainer, self.task, self.strategy = run, run.trainer, run.task, run.trainer.strategy
+        self.hooks, self.progress, self.control = run.hooks, run.trainer.progress, run.control
+        config = run.trainer.config
+        self.model = self.strategy.wrap(StepModule(self.task), manual=not self.task.automatic_optimization)
+        self.optimizers = run.trainer.optimizers
+        self.clip_limit, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
+        self.log_interval, self.window = config.log_every_n_steps, config.accumulate_grad_batches
+        self.step_schedulers = run.schedulers("step")
+        self.backward: Callable[[Tensor], None] = self.strategy.backward
+        if overrides(self.task, "backward", Task):
+            self.backward = self.task.backward
+        self.zero_grad = self._zero_grad_of_task if overrides(self.task, "optimizer_zero_grad", Task) else zero_grad
+        self.clips_itself = overrides(self.task, "configure_gradient_clipping", Task)
+        self.steps_itself = overrides(self.task, "optimizer_step", Task)
+        self.train_window = self.train_step if self.task.automatic_optimization else self.manual_step
+        self.log = MetricLog(self.strategy, self.task, weighted_steps=self.window > 1)
+        self.steps_happened = 0  # counted by hooks on the optimizers, where the task calls them itself
+        if self.steps_itself or not self.task.automatic_optimization:
+            run.cleanup.callback(self._count_steps())
+        self.skip_epoch = False
+
+    # --- one step --------------------------------------------------------------------------
+
+    def train_step(self, size: int, micro_batches: Iterable[Any]) -> None:
+        """One optimizer step: the mean gradient of `size` micro-batches over all ranks, clipped, applied once."""
+        trainer, task, strategy, hooks, log = self.trainer, self.task, self.strategy, self.hooks, self.log
+        optimizer = self.optimizers[0]
+        for hook in hooks.on_before_zero_grad:
+            hook(trainer, task, optimizer)
+        self.zero_grad(optimizer)
+        to_go = size
+        for batch in micro_batches:
+            to_go -= 1
+            batch_idx = self.begin_batch(batch)
+            if self.skip_epoch:
+                break
+            with strategy.gradient_sync(to_go == 0), strategy.autocast():  # DDP decides in forward
+                output = self.model(batch, batch_idx)
+                loss = loss_of(output, task)
+                if size > 1:
+                    loss = loss / size  # a mean over the micro-batches that are there: a short window is one, too
+                for hook in hooks.on_before_backward:
+                    hook(trainer, task, loss)
+                self.backward(loss)
+            for hook in hooks.on_after_backward:
+                hook(trainer, task)
+            if not to_go:
+                self.update(optimizer)
+            self.end_batch(output, batch, batch_idx)
+        log.batch = None
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip once, step once, and move what moves with steps: the counter and the step schedulers."""
+        for hook in self.hooks.on_before_optimizer_step:
+            hook(self.trainer, self.task, optimizer)
+        if self.clips_itself:
+            self.task.configure_gradient_clipping(optimizer, self.clip_limit, self.clip_algorithm)
+        elif self.clip_limit is not None:
+            norm = self.strategy.clip_gradients(optimizer, self.clip_limit, self.clip_algorithm)
+            self.trainer.gradient_norm = norm
+        stepped = self._step_of_task(optimizer) if self.steps_itself else self.strategy.optimizer_step(optimizer)
+        if stepped:
+            self.progress.global_step += 1
+            for config in self.step_schedulers:
+                if self.progress.global_step % config.frequency == 0:
+                    self.run.step_scheduler(config)
+
+    def manual_step(self, size: int, micro_batches: Iterable[Any]) -> None:
+        """One micro-batch of a task that optimizes by itself; a step, if any of its optimizers stepped."""
+        for batch in micro_batches:
+            batch_idx, before = self.begin_batch(batch), self.steps_happened
+            if self.skip_epoch:
+                break
+            with self.strategy.autocast():
+                output = self.model(batch, batch_idx)
+            if self.steps_happened > before:
+                self.progress.global_step += 1
+            self.end_batch({} if output is None else output, batch, batch_idx)
+        self.log.batch = None
+
+    def begin_batch(self, batch: Any) -> int:
+        """Announce a micro-batch; return its index in the epoch."""
+        batch_idx = self.progress.batch_idx
+        self.log.batch = batch
+        for hook in self.hooks.on_train_batch_start:
+            if hook(self.trainer, self.task, batch, batch_idx) == -1:
+                self._skip_rest_of_epoch()
+        return batch_idx
+
+    def end_batch(self, output: Any, batch: Any, batch_idx: int) -> None:
+        """Count a micro-batch, and announce its end."""
+        self.progress.batch_idx = batch_idx + 1
+        self.progress.batches_seen += 1
+        self.progress.batches_since_validation += 1
+        self.log.batches += 1
+        if self.hooks.on_train_batch_end:
+            outputs = _detached(output)
+            for hook in self.hooks.on_train_batch_end:
+                hook(self.trainer, self.task, outputs, batch, batch_idx)
+
+    # --- epochs ----------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train epoch after epoch, until enough epochs, steps or time, or someone asks to stop."""
+        progress, config = self.progress, self.trainer.config
+        most = config.max_epochs
+        while (most in (None, -1) or progress.epoch < most) and not self.run.is_done():
+            self.train_epoch()
+            if progress.epochs_done > progress.epoch:
+                progress.epoch, progress.batch_idx = progress.epochs_done, 0
+
+    def train_epoch(self) -> None:
+        """Train one epoch, or what is left of it, and validate where that is due."""
+        trainer, task, run, progress = self.trainer, self.task, self.run, self.progress
+        loader = run.loader_of_epoch(progress.epoch)
+        batches = loader.batches(skip=progress.batch_idx)
+        run.after_loader_started()
+        trainer.active_log = self.log
+        task.train()
+        for hook in self.hooks.on_train_epoch_start:
+            hook(trainer, task)
+        remaining = None if loader.length is None else loader.length - progress.batch_idx
+        whole = self.take_steps(windows(batches, self.window, remaining), loader.length)
+        if whole:
+            progress.epochs_done = progress.epoch + 1
+        run.finish_epoch(self.log, whole)
+
+    def take_steps(self, epoch: Iterator[tuple[int, Iterable[Any]]], length: int | None) -> bool:
+        """Take the steps of an epoch, and after each what is due. Return whether the epoch went to its end."""
+        run, progress, log = self.run, self.progress, self.log
+        self.skip_epoch = False
+        for size, micro_batches in run.on_device(epoch):
+            log.step += 1
+            log.in_step = True
+            before = progress.global_step
+            self.train_window(size, micro_batches)
+            log.in_step = False
+            if progress.global_step != before and progress.global_step % self.log_interval == 0:
+                run.log_step(log)
+            if run.deadline is not None and time.monotonic() > run.deadline:
+                self.trainer.stop("max_time is over")
+            if self.control.poll() & STOP:
+                run.stopping = True
+            if run.validation_due(length):
+                run.validate(log)
+            for hook in self.hooks.on_train_step_end:
+                hook(self.trainer, self.task)
+            if self.skip_epoch or run.is_done():
+                break
+        else:
+            if length is not None and progress.batch_idx < length:
+                raise RuntimeError(
+                    f"the training loader gave {progress.batch_idx} batches, but its length is {length}: on several ranks "
+                    "the others would wait for more. Correct its __len__, or set limit_train_batches."
+                )
+        return self.skip_epoch or length is None or progress.batch_idx >= length
+
+    # --- helpers of a step -----------------------------------------------------------------
+
+    def _zero_grad_of_task(self, optimizer: torch.optim.Optimizer) -> None:
+        self.task.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)
+
+    def _step_of_task(self, optimizer: torch.optim.Optimizer) -> bool:
+        before = self.steps_happened
+        self.task.optimizer_step(self.progress.epoch, self.progress.batch_idx, optimizer, lambda: None)
+        return self.steps_happened > before
+
+    def _count_steps(self) -> Callable[[], None]:
+        def count(*_: Any) -> None:
+            self.steps_happened += 1
+
+        def announce(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not self.task.automatic_optimization:
+                for hook in self.hooks.on_before_optimizer_step:
+                    hook(self.trainer, self.task, optimizer)
+
+        handles = [optimizer.register_step_post_hook(count) for optimizer in self.optimizers]
+        handles += [optimizer.register_step_pre_hook(announce) for optimizer in self.optimizers]
+        return lambda: [handle.remove() for handle in handles].clear()
+
+    def _skip_rest_of_epoch(self) -> None:
+        if self.strategy.world_size > 1:
+            raise RuntimeError(
+                f"on_train_batch_start returned -1 on rank {self.strategy.rank}: with several ranks the others would wait "
+                "for this one. Use trainer.stop(reason), which all ranks follow, or limit_train_batches."
+            )
+        self.skip_epoch = True
+
+
+def zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the gradients: `optimizer.zero_grad()` without the profiler's frame, which costs as much as a small step."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def loss_of(output: Any, task: Task) -> Tensor:
+    """The loss in what `training_step` returned.
+
+    Raises:
+        TypeError, ValueError: there is none, it is no scalar, or it needs no gradient.
+    """
+    loss: Any = output
+    if output.__class__ is dict:
+        if "weight" in output:
+            raise ValueError(
+                f'{type(task).__name__}.training_step returned {{"loss": …, "weight": …}}: weighted losses are not '
+                "supported yet. Return the mean loss of the micro-batch."
+            )
+        loss = output.get("loss")
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{type(task).__name__}.training_step returned {_named(output)}: expected the loss (a scalar tensor), "
+            'a dict with it under "loss", or None.'
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss that {type(task).__name__}.training_step returned needs no gradient, so there is nothing to "
+            "train: it was detached, computed under no_grad, or no parameter with requires_grad went into it."
+        )
+    if loss.dim():
+        raise ValueError(
+            f"{type(task).__name__}.training_step returned a loss of shape {list(loss.shape)}: expected a scalar. "
+            "Take its mean."
+        )
+    return loss
+
+
+def _named(output: Any) -> str:
+    if isinstance(output, dict):
+        return f"a dict with {', '.join(map(repr, output)) or 'nothing'}"  # pyright: ignore
+    return f"a {type(output).__name__}"
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    if isinstance(output, dict):
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in output.items()}  # pyright: ignore
+    return output
+
+
+def with_batch_index(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step as a function of batch and index, also where it takes the batch only."""
+    import inspect
+
+    parameters = inspect.signature(step).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return lambda batch, batch_idx: step(batch)  # pyright: ignore
+    return step

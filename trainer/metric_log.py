@@ -1,0 +1,290 @@
+"""What `self.log` collects: values of a step, and sums over an epoch, on their device until they are read."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..strategies.base import Strategy
+from .data.transfer import batch_size_of
+from .metric_reduction import Row, agree_on_names, reduce_rows
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+_FUNCTIONS: dict[Any, str] = {
+    torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max",
+    torch.amin: "min", torch.amax: "max", builtins.sum: "sum", builtins.min: "min", builtins.max: "max",
+}  # fmt: skip
+
+# prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only: as given to `log`
+Flags = tuple[bool, "bool | None", "bool | None", "bool | None", "str | Callable[..., Any]", bool, bool, bool]
+
+
+class Entry:
+    """One logged name: how it is reduced, the values of the current step, and the sums of the epoch."""
+
+    __slots__ = (
+        "flags", "logger", "metric", "name", "on_epoch", "on_step", "prog_bar", "reduction", "shared", "step",
+        "step_values", "total", "weight",
+    )  # fmt: skip
+
+    def __init__(self, name: str, flags: Flags, on_step: bool, on_epoch: bool, reduction: str, metric: Any) -> None:
+        self.name, self.flags = name, flags
+        self.on_step, self.on_epoch, self.reduction, self.metric = on_step, on_epoch, reduction, metric
+        self.prog_bar, self.logger = flags[0], flags[1] is not False
+        # Reduced over the ranks, and so the same on all: what may be monitored.
+        self.shared = flags[5] and not flags[7]
+        self.step_values: list[tuple[Tensor | float, int]] = []
+        self.step = -1
+        self.total: Tensor | float | None = None
+        self.weight = 0
+
+
+@dataclass
+class Logged:
+    """Reduced values by name, sorted by where they go."""
+
+    for_logger: dict[str, float] = field(default_factory=dict[str, float])
+    for_progress_bar: dict[str, float] = field(default_factory=dict[str, float])
+    for_callbacks: dict[str, float] = field(default_factory=dict[str, float])
+    """Only values that are the same on all ranks; under all the names a monitor may use."""
+
+
+class MetricLog:
+    """All that is logged in one epoch of training, or one evaluation.
+
+    The loop tells it where it stands through the public attributes, which are set on every batch and therefore
+    plain attributes: `step`, `batch`, `in_step`.
+    """
+
+    def __init__(self, strategy: Strategy, task: nn.Module, *, loaders: int = 1, weighted_steps: bool = False) -> None:
+        self._strategy, self._task = strategy, task
+        self._entries: dict[str, Entry] = {}
+        self._loaders = loaders
+        # Where a step's value is a mean over several micro-batches or ranks, their sizes are its weights.
+        self._weighted_steps = weighted_steps or strategy.world_size > 1
+        self._sized_batch: Any = None
+        self._size = 1
+        self.step = 0
+        """The optimizer step that is running."""
+        self.batch: Any = None
+        """The micro-batch that is running."""
+        self.in_step = False
+        """Whether a training batch is running: the default of `on_step`."""
+        self.dataloader_idx = 0
+        """The loader that is running."""
+        self.batches = 0
+        """Batches seen by this rank. A rank without any takes the others' names."""
+
+    def record(self, name: str, value: Any, flags: Flags, batch_size: int | None) -> None:
+        """Take a value; see `Task.log`."""
+        if self._loaders > 1 and flags[6]:
+            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = self._new_entry(name, value, flags)
+        elif entry.flags != flags:
+            raise ValueError(
+                f"self.log({name!r}) was called with other arguments before in this epoch: expected the same in each "
+                "call, or another name."
+            )
+        if entry.metric is not None:
+            if not entry.on_step:
+                return
+            value = _batch_value(name, value)
+        elif value.__class__ is not Tensor:
+            value = _scalar(name, value)
+        if value.__class__ is Tensor:
+            value = value.detach()  # no graph is kept alive
+            if value.dim():
+                value = _scalar(name, value)
+        if entry.on_step:
+            if entry.step != self.step:
+                entry.step = self.step
+                entry.step_values.clear()
+            size = (self.batch_size if batch_size is None else batch_size) if self._weighted_steps else 1
+            entry.step_values.append((value, size))
+        if entry.on_epoch and entry.metric is None:
+            if entry.reduction == "mean" and batch_size is None:
+                # Values logged between batches, by an epoch's hooks, count once.
+                batch_size = 1 if self.batch is None else self.batch_size
+            self._accumulate(entry, value, batch_size or 0)
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples in the running micro-batch."""
+        if self._sized_batch is not self.batch:
+            self._size, self._sized_batch = batch_size_of(self.batch), self.batch
+        return self._size
+
+    def _new_entry(self, name: str, value: Any, flags: Flags) -> Entry:
+        _, _, on_step, on_epoch, reduce_fx, sync_dist, _, rank_zero_only = flags
+        on_step = self.in_step if on_step is None else on_step
+        on_epoch = not self.in_step if on_epoch is None else on_epoch
+        if on_step and not self.in_step:
+            raise ValueError(
+                f"self.log({name!r}, on_step=True) outside of a training batch: step values belong to optimizer steps. "
+                "Use on_epoch=True."
+            )
+        if not on_step and not on_epoch:
+            raise ValueError(f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing: expected one True.")
+        reduction = reduce_fx if isinstance(reduce_fx, str) else _FUNCTIONS.get(reduce_fx, "")
+        if reduction not in REDUCTIONS:
+            raise ValueError(
+                f"self.log({name!r}, reduce_fx={reduce_fx!r}): expected one of {', '.join(REDUCTIONS)}. For anything else "
+                "log a torchmetrics.Metric, which brings its own reduction."
+            )
+        # A torchmetrics object can only come from a program that imported torchmetrics; we need not.
+        metric = value if _is_torchmetric(value) else None
+        if metric is not None and (not sync_dist or rank_zero_only):
+            raise ValueError(
+                f"self.log({name!r}): a torchmetrics object reduces itself over the ranks; build it with "
+                "sync_on_compute=False instead of sync_dist=False or rank_zero_only=True."
+            )
+        return Entry(name, flags, on_step, on_epoch, reduction, metric)
+
+    @staticmethod
+    def _accumulate(entry: Entry, value: Tensor | float, size: int) -> None:
+        if entry.total is None:
+            entry.total = value.double() if isinstance(value, Tensor) else value
+            if entry.reduction == "mean":
+                entry.total = entry.total * size
+        elif entry.reduction == "mean":
+            if isinstance(entry.total, Tensor) and isinstance(value, Tensor):
+                entry.total.add_(value, alpha=size)
+            else:
+                entry.total = entry.total + value * size
+        elif entry.reduction == "sum":
+            entry.total = entry.total + value
+        else:
+            choose = torch.minimum if entry.reduction == "min" else torch.maximum
+            entry.total = choose(*(torch.as_tensor(v, dtype=torch.float64) for v in (entry.total, value)))
+        entry.weight += size
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def reduce_step(self) -> Logged:
+        """Reduce the values of the running step over its micro-batches and the ranks: one collective."""
+        entries = [entry for entry in self._entries.values() if entry.on_step and entry.step == self.step]
+        return self._reduce({entry.name: _step_row(entry) for entry in entries}, {}, "step")
+
+    def reduce_epoch(self, *, with_step: bool = False) -> Logged:
+        """Reduce the sums of the epoch over the ranks, compute torchmetrics objects, and start anew.
+
+        With `with_step`, the values of the last step are reduced along with them, for monitors.
+        """
+        rows: dict[str, Row] = {}
+        metrics: dict[str, Any] = {}
+        for entry in self._entries.values():
+            if entry.on_epoch and entry.metric is not None:
+                metrics[entry.name] = entry.metric
+            elif entry.on_epoch and entry.total is not None:
+                rows[entry.name] = Row(entry.reduction, entry.total, float(entry.weight))
+            elif with_step and entry.on_step and entry.step == self.step:
+                rows[entry.name] = _step_row(entry)
+        logged = self._reduce(rows, metrics, "epoch")
+        for entry in self._entries.values():
+            entry.total, entry.weight = None, 0
+        self.batches = 0
+        return logged
+
+    def _reduce(self, rows: dict[str, Row], metrics: dict[str, Any], when: str) -> Logged:
+        entries = self._entries
+        shared = {name: row for name, row in rows.items() if entries[name].shared}
+        values = {name: row.local_value() for name, row in rows.items() if name not in shared}
+        paths = {name: _attribute_path(self._task, name, metric) for name, metric in metrics.items()}
+        agreed = agree_on_names(self._strategy, shared, paths, _flags_of(entries), self.batches, when)
+        for name, flags in agreed.flags.items():  # of a rank that had no batch
+            if name not in entries:
+                entries[name] = Entry(name, flags, False, True, "mean", None)
+        values |= reduce_rows(agreed)
+        for name in sorted(agreed.metric_paths):
+            values |= _compute(name, self._task.get_submodule(agreed.metric_paths[name]), bool(self.batches))
+        result = Logged()
+        for name, value in values.items():
+            entry = entries[name]
+            public = f"{name}_{when}" if entry.on_step and entry.on_epoch else name
+            if entry.logger and (when == "step" or entry.on_epoch):  # no step is logged twice
+                result.for_logger[public] = value
+            if entry.prog_bar:
+                result.for_progress_bar[public] = value
+            if entry.shared:
+                result.for_callbacks[public] = value
+                result.for_callbacks[name] = value
+        return result
+
+    def unshared_names(self) -> list[str]:
+        """Names whose values differ from rank to rank, which nothing may monitor."""
+        return [name for name, entry in self._entries.items() if not entry.shared and self._strategy.world_size > 1]
+
+
+def _flags_of(entries: dict[str, Entry]) -> dict[str, Flags]:
+    return {name: entry.flags for name, entry in entries.items()}
+
+
+def _step_row(entry: Entry) -> Row:
+    values = [(torch.as_tensor(value, dtype=torch.float64), size) for value, size in entry.step_values]
+    if entry.reduction == "mean":
+        total = sum((value * size for value, size in values), torch.zeros((), device=values[0][0].device))
+        return Row("mean", total, float(sum(size for _, size in values)))
+    numbers = torch.stack([value for value, _ in values])
+    reduce = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[entry.reduction]
+    return Row(entry.reduction, reduce(numbers), 0.0)
+
+
+def _is_torchmetric(value: Any) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def _scalar(name: str, value: Any) -> Tensor | float:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach().reshape(())
+        raise ValueError(
+            f"self.log({name!r}): a tensor of shape {list(value.shape)}, expected a scalar. Reduce it first."
+        )
+    if isinstance(value, (int, float)):  # bool, too
+        return float(value)
+    try:
+        return float(value)  # numpy's scalars
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"self.log({name!r}): {type(value).__name__} is no number, scalar tensor or torchmetrics.Metric. "
+            "Several values: self.log_dict."
+        ) from None
+
+
+def _batch_value(name: str, metric: Any) -> Any:
+    value = metric._forward_cache
+    if value is None:
+        raise ValueError(
+            f"self.log({name!r}, on_step=True): the metric has no value of the batch, since it was only updated. "
+            "Call it, `self.metric(preds, target)`, or log it with on_step=False, on_epoch=True."
+        )
+    return value
+
+
+def _attribute_path(task: nn.Module, name: str, metric: Any) -> str:
+    for path, module in task.named_modules():
+        if module is metric:
+            return path
+    raise ValueError(
+        f"self.log({name!r}): the metric is no attribute of the task, so it can't be reset, moved to the device or "
+        "saved. Set it in __init__: self.accuracy = Accuracy(…)."
+    )
+
+
+def _compute(name: str, metric: Any, updated: bool) -> dict[str, float]:
+    with warnings.catch_warnings():
+        if not updated:  # no batch on this rank; the others' states come in by the reduction
+            warnings.filterwarnings("ignore", message="The ``compute`` method")
+        value = metric.compute()
+    metric.reset()
+    return {name: float(_scalar(name, value))}

@@ -1,0 +1,43 @@
+"""The counters of a run, which a checkpoint keeps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Where training stands. Modified by the loop; read-only for everybody else."""
+
+    epoch: int = 0
+    """The epoch that is running, from 0; while its end hooks run, it is still this one."""
+
+    epochs_done: int = 0
+    """Epochs that went through to their last batch."""
+
+    global_step: int = 0
+    """Optimizer steps that happened, in all."""
+
+    batch_idx: int = 0
+    """Micro-batches of this rank done in the running epoch."""
+
+    batches_seen: int = 0
+    """Micro-batches of this rank done in all epochs."""
+
+    batches_since_validation: int = 0
+    """Micro-batches since the last validation that counted across epochs."""
+
+    validations: int = 0
+    """Validations that went through, without sanity checks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counters."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the counters back; a finished epoch is left behind, so that the next one starts."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        if self.epochs_done > self.epoch:
+            self.epoch, self.batch_idx = self.epochs_done, 0
