@@ -75,9 +75,9 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
         """Check after a validation inside an epoch."""
-        if trainer.fitting and not trainer.sanity_checking and not trainer.epoch_is_over:
-            if not self.check_on_train_epoch_end:
-                self._check(trainer)
+        inside = trainer.fitting and not trainer.sanity_checking and not trainer.epoch_is_over
+        if inside and not self.check_on_train_epoch_end:
+            self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Check at the epoch's end, where a validation has just been."""

@@ -164,7 +164,9 @@ class ModelCheckpoint(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Save after epochs, and after steps that ended one."""
-        if (self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0) or self._step_is_due(trainer):
+        if (self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0) or self._step_is_due(
+            trainer
+        ):
             self._save(trainer)
 
     def _step_is_due(self, trainer: Trainer) -> bool:

@@ -40,6 +40,11 @@ class Precision:
         """The type of floating-point parameters and buffers."""
         return torch.float64 if self.name == "64-true" else torch.float32
 
+    @property
+    def converts_batches(self) -> bool:
+        """Whether floating-point tensors of a batch are brought to `dtype`, too."""
+        return self.name == "64-true"
+
     def convert_module(self, module: torch.nn.Module) -> None:
         """Bring floating-point parameters and buffers to `dtype`, in place.
 

@@ -58,7 +58,7 @@ class EvaluationLoop:
             most: batches of each loader at most.
             keep: also return what the step returned, by loader and batch.
         """
-        stage, trainer, task = self.stage, self.trainer, self.task
+        trainer, task = self.trainer, self.task
         log = MetricLog(trainer.strategy, task, loaders=len(loaders))
         before, trainer.active_log = trainer.active_log, log
         kept: list[list[Any]] = []

@@ -54,29 +54,38 @@ class FitRun:
         self._next_validation = _NEVER
         self._evaluation = EvaluationLoop(trainer, task, hooks, VALIDATION, transfer) if val_loaders else None
 
-    def run(self) -> None:
-        """Build optimizers, wrap, resume, check the validation, train."""
-        trainer, task, config = self.trainer, self.task, self.trainer.config
+    def start(self) -> TrainingLoop:
+        """Build optimizers, resume, wrap, check the validation; return the loop, ready for its first epoch."""
+        trainer, config = self.trainer, self.trainer.config
         self._refuse_what_excludes_manual_optimization()
         trainer.plan = make_plan(config, self.train_loader, trainer.world_size)
-        trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(task)
+        trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
-        with self.cleanup:
-            loop = TrainingLoop(self)
-            self._seed_ranks()
-            self._call("on_fit_start")
-            if self._checkpoint is None:
-                self._sanity_check()
-            self._restore_rng()
-            limit = config.time_limit()
-            self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
-            trainer.training = True
-            self._call("on_train_start")
-            loop.train()
-            self._call("on_train_end")
-            trainer.training = False
-            self._call("on_fit_end")
+        loop = TrainingLoop(self)
+        self._seed_ranks()
+        self._call("on_fit_start")
+        if self._checkpoint is None:
+            self._sanity_check()
+        self._restore_rng()
+        limit = config.time_limit()
+        self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
+        trainer.training = True
+        self._call("on_train_start")
+        return loop
+
+    def finish(self) -> None:
+        """Announce the end."""
+        self._call("on_train_end")
+        self.trainer.training = False
+        self._call("on_fit_end")
+
+    def has_next_epoch(self) -> bool:
+        """Move to the next epoch, if there is one to be trained."""
+        progress, most = self.trainer.progress, self.trainer.config.max_epochs
+        if progress.epochs_done > progress.epoch:
+            progress.epoch, progress.batch_idx = progress.epochs_done, 0
+        return (most in (None, -1) or progress.epoch < most) and not self.is_done()
 
     def _refuse_what_excludes_manual_optimization(self) -> None:
         config = self.trainer.config
@@ -197,11 +206,16 @@ class FitRun:
             logged.for_logger["grad_norm"] = logged.for_callbacks["grad_norm"] = float(norm)
         self.trainer.publish(logged, log)
 
-    def finish_epoch(self, log: MetricLog, whole: bool) -> None:
-        """What ends an epoch: validation, its hooks and metrics, schedulers, and those who decide by metrics."""
+    def finish_epoch(self, log: MetricLog, *, whole: bool) -> None:
+        """What ends an epoch: validation, its hooks and metrics, schedulers, and those who decide by metrics.
+
+        `whole`: it went to its last batch, so that a resumed run begins the next one.
+        """
         trainer, progress = self.trainer, self.trainer.progress
-        if whole and self._validation_due_at_end():
-            self.validate(log)
+        if whole:
+            progress.epochs_done = progress.epoch + 1
+            if self._validation_due_at_end():
+                self.validate(log)
         for hook in self.hooks.on_train_epoch_end:
             hook(trainer, self.task)
         trainer.publish(log.reduce_epoch(with_step=True), log)

@@ -8,7 +8,7 @@ step:   for each micro-batch of the window: forward, backward;  then clip, updat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +43,7 @@ class StepModule(nn.Module):
 
 
 class TrainingLoop:
-    """Steps through the training data until the run is done."""
+    """Takes the optimizer steps of a fit."""
 
     def __init__(self, run: FitRun) -> None:
         self.run, self.trainer, self.task, self.strategy = run, run.trainer, run.task, run.trainer.strategy
@@ -71,7 +71,7 @@ class TrainingLoop:
 
     def train_step(self, size: int, micro_batches: Iterable[Any]) -> None:
         """One optimizer step: the mean gradient of `size` micro-batches over all ranks, clipped, applied once."""
-        trainer, task, strategy, hooks, log = self.trainer, self.task, self.strategy, self.hooks, self.log
+        trainer, task, strategy, hooks = self.trainer, self.task, self.strategy, self.hooks
         optimizer = self.optimizers[0]
         for hook in hooks.on_before_zero_grad:
             hook(trainer, task, optimizer)
@@ -95,7 +95,6 @@ class TrainingLoop:
             if not to_go:
                 self.update(optimizer)
             self.end_batch(output, batch, batch_idx)
-        log.batch = None
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip once, step once, and move what moves with steps: the counter and the step schedulers."""
@@ -124,7 +123,6 @@ class TrainingLoop:
             if self.steps_happened > before:
                 self.progress.global_step += 1
             self.end_batch({} if output is None else output, batch, batch_idx)
-        self.log.batch = None
 
     def begin_batch(self, batch: Any) -> int:
         """Announce a micro-batch; return its index in the epoch."""
@@ -146,53 +144,36 @@ class TrainingLoop:
             for hook in self.hooks.on_train_batch_end:
                 hook(self.trainer, self.task, outputs, batch, batch_idx)
 
-    # --- epochs ----------------------------------------------------------------------------
-
-    def train(self) -> None:
-        """Train epoch after epoch, until enough epochs, steps or time, or someone asks to stop."""
-        progress, config = self.progress, self.trainer.config
-        most = config.max_epochs
-        while (most in (None, -1) or progress.epoch < most) and not self.run.is_done():
-            self.train_epoch()
-            if progress.epochs_done > progress.epoch:
-                progress.epoch, progress.batch_idx = progress.epochs_done, 0
+    # --- one epoch -------------------------------------------------------------------------
 
     def train_epoch(self) -> None:
-        """Train one epoch, or what is left of it, and validate where that is due."""
-        trainer, task, run, progress = self.trainer, self.task, self.run, self.progress
+        """Train one epoch, or what is left of it: its steps, and after each what is due."""
+        run, trainer, progress, log, control = self.run, self.trainer, self.progress, self.log, self.control
         loader = run.loader_of_epoch(progress.epoch)
+        length = loader.length
         batches = loader.batches(skip=progress.batch_idx)
         run.after_loader_started()
-        trainer.active_log = self.log
-        task.train()
-        for hook in self.hooks.on_train_epoch_start:
-            hook(trainer, task)
-        remaining = None if loader.length is None else loader.length - progress.batch_idx
-        whole = self.take_steps(windows(batches, self.window, remaining), loader.length)
-        if whole:
-            progress.epochs_done = progress.epoch + 1
-        run.finish_epoch(self.log, whole)
-
-    def take_steps(self, epoch: Iterator[tuple[int, Iterable[Any]]], length: int | None) -> bool:
-        """Take the steps of an epoch, and after each what is due. Return whether the epoch went to its end."""
-        run, progress, log = self.run, self.progress, self.log
+        trainer.active_log = log
+        self.task.train()
         self.skip_epoch = False
-        for size, micro_batches in run.on_device(epoch):
-            log.step += 1
-            log.in_step = True
+        for hook in self.hooks.on_train_epoch_start:
+            hook(trainer, self.task)
+        remaining = None if length is None else length - progress.batch_idx
+        for size, micro_batches in run.on_device(windows(batches, self.window, remaining)):
             before = progress.global_step
+            log.begin_step()
             self.train_window(size, micro_batches)
-            log.in_step = False
+            log.end_step()
             if progress.global_step != before and progress.global_step % self.log_interval == 0:
                 run.log_step(log)
             if run.deadline is not None and time.monotonic() > run.deadline:
-                self.trainer.stop("max_time is over")
-            if self.control.poll() & STOP:
+                trainer.stop("max_time is over")
+            if control.poll() & STOP:
                 run.stopping = True
             if run.validation_due(length):
                 run.validate(log)
             for hook in self.hooks.on_train_step_end:
-                hook(self.trainer, self.task)
+                hook(trainer, self.task)
             if self.skip_epoch or run.is_done():
                 break
         else:
@@ -201,7 +182,8 @@ class TrainingLoop:
                     f"the training loader gave {progress.batch_idx} batches, but its length is {length}: on several ranks "
                     "the others would wait for more. Correct its __len__, or set limit_train_batches."
                 )
-        return self.skip_epoch or length is None or progress.batch_idx >= length
+            length = progress.batch_idx
+        run.finish_epoch(log, whole=self.skip_epoch or progress.batch_idx == length)
 
     # --- helpers of a step -----------------------------------------------------------------
 

@@ -59,8 +59,7 @@ class Logged:
 class MetricLog:
     """All that is logged in one epoch of training, or one evaluation.
 
-    The loop tells it where it stands through the public attributes, which are set on every batch and therefore
-    plain attributes: `step`, `batch`, `in_step`.
+    The loop tells it where it stands: `begin_step`, `batch`, `end_step`.
     """
 
     def __init__(self, strategy: Strategy, task: nn.Module, *, loaders: int = 1, weighted_steps: bool = False) -> None:
@@ -72,7 +71,7 @@ class MetricLog:
         self._sized_batch: Any = None
         self._size = 1
         self.step = 0
-        """The optimizer step that is running."""
+        """A number for the step that is running; the value says nothing more."""
         self.batch: Any = None
         """The micro-batch that is running."""
         self.in_step = False
@@ -81,6 +80,15 @@ class MetricLog:
         """The loader that is running."""
         self.batches = 0
         """Batches seen by this rank. A rank without any takes the others' names."""
+
+    def begin_step(self) -> None:
+        """What is logged from here on belongs to a new step."""
+        self.step += 1
+        self.in_step = True
+
+    def end_step(self) -> None:
+        """No training batch is running any more."""
+        self.in_step, self.batch = False, None
 
     def record(self, name: str, value: Any, flags: Flags, batch_size: int | None) -> None:
         """Take a value; see `Task.log`."""

@@ -29,6 +29,7 @@ from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
 from .control import SAVE, STOP, ControlWord
 from .data.loaders import LIMITS, Dealing, PreparedLoader, prepare_loader
+from .data.transfer import cast_floats
 from .data_module import DataModule
 from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage, Transfer
 from .fit import FitRun
@@ -182,7 +183,12 @@ class Trainer:
             self._log_hyperparameters()
             self._has_validation, self.fitting = bool(val_loaders), True
             self.resumed_from = None if checkpoint is None else checkpoint.path
-            FitRun(self, model, hooks, train_loader, val_loaders, self._transfer(), checkpoint).run()
+            run = FitRun(self, model, hooks, train_loader, val_loaders, self._transfer(), checkpoint)
+            with run.cleanup:
+                loop = run.start()
+                while run.has_next_epoch():
+                    loop.train_epoch()
+                run.finish()
 
     def validate(
         self,
@@ -636,11 +642,18 @@ class Trainer:
             else:
                 methods.append(getattr(self.task, name))
                 replaced |= overrides(self.task, name, Task)
-        device = self.strategy.device
-        if not replaced and device.type == "cpu":
+        device, precision = self.strategy.device, self.strategy.precision
+        if not replaced and device.type == "cpu" and not precision.converts_batches:
             return None
         before, to_device, after = methods
-        return lambda batch, index: after(to_device(before(batch, index), device, index), index)
+
+        def transfer(batch: Any, index: int) -> Any:
+            batch = to_device(before(batch, index), device, index)
+            if precision.converts_batches:
+                batch = cast_floats(batch, precision.dtype)
+            return after(batch, index)
+
+        return transfer
 
     # --- evaluation and checkpoints --------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,23 +15,35 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     Tensors, objects with `.to` (packed sequences, graphs, your own), dicts, lists, tuples, named tuples and
     dataclasses, nested at will. From pinned memory the copy does not wait.
     """
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, str) or batch is None:
-        return batch
+
+    def move(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.to(device, non_blocking=True)
+        return item.to(device) if hasattr(item, "to") else item
+
+    return _mapped(batch, move)
+
+
+def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
+    """Return the batch with its floating-point tensors in another type."""
+    return _mapped(batch, lambda i: i.to(dtype) if isinstance(i, torch.Tensor) and i.is_floating_point() else i)
+
+
+def _mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with each leaf changed."""
     if isinstance(batch, Mapping):
         mapping = cast("Mapping[Any, Any]", batch)
-        moved = {key: move_to_device(value, device) for key, value in mapping.items()}
-        return moved if type(batch) is dict else cast("Any", type(batch))(moved)  # pyright: ignore[reportUnknownArgumentType]
+        changed = {key: _mapped(value, change) for key, value in mapping.items()}
+        return changed if type(mapping) is dict else cast("Any", type(mapping))(changed)
     if isinstance(batch, (list, tuple)):
-        items = [move_to_device(item, device) for item in cast("list[Any]", batch)]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # pyright: ignore
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = {field.name: move_to_device(getattr(batch, field.name), device) for field in dataclasses.fields(batch)}
+        sequence = cast("list[Any]", batch)
+        items = [_mapped(item, change) for item in sequence]
+        kind = cast("Any", type(sequence))
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type) and not hasattr(batch, "to"):
+        values = {field.name: _mapped(getattr(batch, field.name), change) for field in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **values)
-    return batch
+    return change(batch)
 
 
 def batch_size_of(batch: Any) -> int:
