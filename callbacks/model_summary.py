@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
     from ..trainer import Task, Trainer
@@ -32,7 +34,7 @@ class ModelSummary(Callback):
 def summarize(task: nn.Module, max_depth: int = 1) -> str:
     """The table as text."""
     rows: list[tuple[str, str, str]] = []
-    for name, module in task.named_modules():
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", task.named_modules()):
         depth = name.count(".") + 1
         if name and (max_depth < 0 or depth <= max_depth):
             count = sum(parameter.numel() for parameter in module.parameters())

@@ -140,7 +140,8 @@ class DDPStrategy(Strategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward, with the reduction of the gradients over the ranks inside it."""
         if self._manual and self.model is not None:
-            self.model.reducer.prepare_for_backward(list(_find_tensors(loss)))
+            tensors: list[Tensor] = list(_find_tensors(loss))  # pyright: ignore[reportUnknownArgumentType]
+            self.model.reducer.prepare_for_backward(tensors)
         loss.backward(*args, **kwargs)
 
     # --- collectives -----------------------------------------------------------------------

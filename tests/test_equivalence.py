@@ -101,7 +101,7 @@ def reductions_per_step(window: int) -> tuple[int, int]:
         def on_train_start(self, trainer: Any, task: Any) -> None:
             trainer.strategy.model.register_comm_hook(None, counting)
 
-    trainer = quiet_trainer(max_steps=4, accumulate_grad_batches=window, callbacks=[Hooked()])
+    trainer = quiet_trainer(max_steps=4, precision=64, accumulate_grad_batches=window, callbacks=[Hooked()])
     trainer.fit(Regression(), loader(2 * 4 * 4 * window, 4), None)
     return count, trainer.global_step
 

@@ -8,6 +8,7 @@ the same flags at the same step.
 from __future__ import annotations
 
 import time
+from typing import cast
 
 import torch
 
@@ -69,13 +70,13 @@ class ControlWord:
         # Towards PERIOD, at most doubled at once: the first steps are slower than the later ones.
         wanted = min(2 * self._interval, max(1, int(self._interval * PERIOD / max(elapsed, 1e-9))))
         # A maximum of flags is their union, bit by bit; of negated intervals it is the shortest.
-        word = torch.tensor([bool(self._raised & STOP), bool(self._raised & SAVE), -wanted])
+        word = torch.tensor([self._raised & STOP, self._raised & SAVE, -wanted])
         self._raised = 0
         self._pending = self._strategy.start_all_reduce_max(word, name="control word")
 
     def _read(self, pending: Pending) -> int:
-        stop, save, negated_interval = pending.wait().tolist()
+        stop, save, negated_interval = cast("list[int]", pending.wait().tolist())
         self._pending = None
         self._interval = self._countdown = -negated_interval
-        self.agreed = STOP * stop | SAVE * save
+        self.agreed = stop | save
         return self.agreed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .data.loaders import PreparedLoader
+from .data.source import Transfer
 from .data.transfer import move_to_device
 from .hooks import HookTable, overrides
 from .loop import with_batch_index
@@ -18,8 +19,6 @@ from .task import Task
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-Transfer = Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True)

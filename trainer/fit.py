@@ -11,7 +11,8 @@ from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
 from .control import STOP, ControlWord
 from .data.loaders import PreparedLoader
-from .evaluation import VALIDATION, EvaluationLoop, Transfer
+from .data.source import Transfer
+from .evaluation import VALIDATION, EvaluationLoop
 from .hooks import HookTable, overrides
 from .loop import TrainingLoop
 from .metric_log import MetricLog

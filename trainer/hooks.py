@@ -30,6 +30,18 @@ class HookTable:
 
     __slots__ = (*CALLBACK_HOOKS, "monitor_train_epoch_end")
 
+    # Those that the training loop calls by name; the others go through `of`.
+    on_train_epoch_start: tuple[Hook, ...]
+    on_train_epoch_end: tuple[Hook, ...]
+    on_train_batch_start: tuple[Hook, ...]
+    on_train_batch_end: tuple[Hook, ...]
+    on_train_step_end: tuple[Hook, ...]
+    on_before_zero_grad: tuple[Hook, ...]
+    on_before_backward: tuple[Hook, ...]
+    on_after_backward: tuple[Hook, ...]
+    on_before_optimizer_step: tuple[Hook, ...]
+    monitor_train_epoch_end: tuple[Hook, ...]
+
     def __init__(self, callbacks: Sequence[Callback], task: Task) -> None:
         ordinary = [callback for callback in callbacks if not callback.monitors]
         monitors = [callback for callback in callbacks if callback.monitors]
@@ -40,7 +52,7 @@ class HookTable:
             deciders = [getattr(callback, name) for callback in monitors if overrides(callback, name, Callback)]
             if name == "on_train_epoch_end":
                 # Between the two, the loop reduces the metrics of the epoch.
-                self.monitor_train_epoch_end: tuple[Hook, ...] = tuple(deciders)
+                self.monitor_train_epoch_end = tuple(deciders)
                 deciders = []
             setattr(self, name, (*watchers, *deciders))
 

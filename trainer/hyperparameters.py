@@ -25,6 +25,9 @@ class Hyperparameters(dict[str, Any]):
 class HyperparametersMixin:
     """`save_hyperparameters` and `hparams`, for `Task` and `DataModule`."""
 
+    logs_hyperparameters: bool = False
+    """Whether `save_hyperparameters` was called, and not with `logger=False`."""
+
     @property
     def hparams(self) -> Hyperparameters:
         """What `save_hyperparameters` kept."""
@@ -48,7 +51,7 @@ class HyperparametersMixin:
                 checkpoint without running code. Leave it out with `ignore`.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        object.__setattr__(self, "_log_hyperparameters", logger)
+        object.__setattr__(self, "logs_hyperparameters", logger)
         if len(args) == 1 and isinstance(args[0], (Mapping, Namespace)):
             given = vars(args[0]) if isinstance(args[0], Namespace) else cast("Mapping[str, Any]", args[0])
         else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import builtins
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -280,7 +280,7 @@ def _batch_value(name: str, metric: Any) -> Any:
 
 
 def _attribute_path(task: nn.Module, name: str, metric: Any) -> str:
-    for path, module in task.named_modules():
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", task.named_modules()):
         if module is metric:
             return path
     raise ValueError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,14 +92,15 @@ def agree_on_names(
         reductions = {name: kind for name, kind in schema if not kind.startswith(_METRIC)}
         metric_paths = {name: kind.removeprefix(_METRIC) for name, kind in schema if kind.startswith(_METRIC)}
     count = 2 * len(reductions)
-    takes_part = [bool(n) or bool(b) for n, b in frames[:, 1:HEADER].tolist()]
+    takes_part = [any(row) for row in cast("list[list[float]]", frames[:, 1:HEADER].tolist())]
     gathered = frames[:, HEADER:]
     if count > FRAME - HEADER:
         rest = torch.zeros(count - (FRAME - HEADER), dtype=torch.float64, device=strategy.device)
         tail = numbers[FRAME - HEADER :]
         rest[: len(tail)] = tail
         gathered = torch.cat([gathered, strategy.all_gather(rest, name=f"more metrics of the {when}").cpu()], dim=1)
-    kept = [row[:count] for row, part in zip(gathered.tolist(), takes_part, strict=True) if part]
+    rank_numbers = cast("list[list[float]]", gathered.tolist())
+    kept = [row[:count] for row, part in zip(rank_numbers, takes_part, strict=True) if part]
     return Agreed(reductions, kept, dict(metric_paths), dict(flags))
 
 

@@ -161,7 +161,7 @@ def _check_automatic(task: Task, optimizers: list[Optimizer], configs: list[Sche
             "optimizer.step(closure) in training_step."
         )
     for config in configs:
-        custom = not isinstance(config.scheduler, LRScheduler)
+        custom = not isinstance(cast("object", config.scheduler), LRScheduler)
         step = inspect.signature(config.scheduler.step)
         needs = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
                     for p in step.parameters.values())  # fmt: skip

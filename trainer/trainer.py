@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import datetime, timezone
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +16,19 @@ from ..callbacks.callback import Callback
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.logger import Logger
 from ..callbacks.model_checkpoint import ModelCheckpoint
-from ..callbacks.model_summary import ModelSummary
-from ..callbacks.progress_bar import ProgressBar
-from ..callbacks.step_panel import StepPanel
-from ..callbacks.tensorboard import TensorBoardLogger
 from ..strategies import Environment, Precision, Strategy
-from ..strategies.launch import relaunch
-from .checkpoint import Checkpoint, CheckpointError, newest_intact, read_checkpoint, remove_checkpoint
+from .callback_list import all_callbacks
+from .checkpoint import remove_checkpoint
+from .checkpoint.resolve import checkpoint_to_resume, read
 from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
 from .control import SAVE, STOP, ControlWord
-from .data.loaders import LIMITS, Dealing, PreparedLoader, prepare_loader
-from .data.transfer import cast_floats
+from .data.loaders import LIMITS
+from .data.source import DataSource
 from .data_module import DataModule
-from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage, Transfer
+from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
 from .fit import FitRun
-from .hooks import HookTable, check_hooks, overrides
+from .hooks import overrides
 from .metric_log import Logged, MetricLog
 from .optimization import SchedulerConfig
 from .placement import choose_strategy, place
@@ -41,7 +36,7 @@ from .plan import LearningRates, RunPlan, learning_rates
 from .progress import Progress
 from .randomness import seed_everything
 from .results import print_results
-from .settings import torch_settings
+from .session import session
 from .task import Task
 
 
@@ -107,16 +102,14 @@ class Trainer:
         self.config = given.resolved()
         environment = Environment.read()
         placement = place(self.config, environment)
-        self._to_launch = placement.processes if placement.to_launch else 0
+        self.processes_to_launch = placement.processes if placement.to_launch else 0
         ranks = environment.world_size if environment.launched else placement.processes
         self.strategy = choose_strategy(strategy if strategy is not None else self.config.strategy, self.config, ranks)
-        if self._to_launch:  # checked here, and started by the first run
+        if self.processes_to_launch:  # checked here, and started by the first run
             expected = dataclasses.replace(environment, world_size=ranks, local_world_size=ranks)
             self.strategy.place(expected, placement.device, Precision.parse(self.config.precision))
         self.strategy.place(environment, placement.device, Precision.parse(self.config.precision))
-        self.callbacks = _all_callbacks(self.config, callbacks, logger, development=bool(given.fast_dev_run))
-        for callback in self.callbacks:
-            check_hooks(callback, Callback)
+        self.callbacks = all_callbacks(self.config, callbacks, logger, development=bool(given.fast_dev_run))
         if self.config.seed is not None:
             seed_everything(self.config.seed)
 
@@ -133,7 +126,8 @@ class Trainer:
         """What `stop` was told, on this rank."""
         self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
         self._stop_asked = self._has_validation = False
-        self._run_folder: Path | None = None
+        root = self.config.default_root_dir
+        self._run_folder = None if root is None else Path(root)
         self._unshared: set[str] = set()
         self.metric_steps: dict[str, int] = {}
         """The optimizer step at which each of `callback_metrics` was reduced."""
@@ -172,18 +166,21 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         _check_task(model, "fit", ("training_step", "configure_optimizers"))
-        with self._session("fit", model, datamodule) as hooks:
+        with session(self, "fit", model, datamodule) as hooks:
             self._stop_asked, self.stop_reason = False, None
             self.control = ControlWord(self.strategy)
-            checkpoint = self._checkpoint_to_resume(ckpt_path)
-            train_loader = self._train_loader(train_dataloaders)
-            val_loaders = self._loaders(VALIDATION, val_dataloaders, train_dataloaders)
+            checkpoint = checkpoint_to_resume(self, ckpt_path)
+            source = DataSource(self)
+            train_loader = source.training(train_dataloaders)
+            val_loaders = source.evaluation(
+                VALIDATION.data, VALIDATION.loaders, val_dataloaders, training_given=train_dataloaders
+            )
             if val_loaders:
                 _check_task(model, "validation inside fit", ("validation_step",))
             self._log_hyperparameters()
             self._has_validation, self.fitting = bool(val_loaders), True
             self.resumed_from = None if checkpoint is None else checkpoint.path
-            run = FitRun(self, model, hooks, train_loader, val_loaders, self._transfer(), checkpoint)
+            run = FitRun(self, model, hooks, train_loader, val_loaders, source.transfer(), checkpoint)
             with run.cleanup:
                 loop = run.start()
                 while run.has_next_epoch():
@@ -406,6 +403,11 @@ class Trainer:
         return str(self.run_folder)
 
     @property
+    def has_run_folder(self) -> bool:
+        """Whether `run_folder` is decided."""
+        return self._run_folder is not None
+
+    @property
     def run_folder(self) -> Path:
         """Folder of the run's output, the same on every rank. It is made by the first that writes into it.
 
@@ -413,10 +415,12 @@ class Trainer:
             RuntimeError: no run has started, and no `default_root_dir` was given.
         """
         if self._run_folder is None:
-            if self.config.default_root_dir is None:
-                raise RuntimeError("the run's folder is decided when a run starts, unless default_root_dir is given.")
-            self._run_folder = Path(self.config.default_root_dir)
+            raise RuntimeError("the run's folder is decided when a run starts, unless default_root_dir is given.")
         return self._run_folder
+
+    @run_folder.setter
+    def run_folder(self, folder: Path) -> None:
+        self._run_folder = folder
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print, on rank 0 only."""
@@ -463,199 +467,18 @@ class Trainer:
             for logger in self.loggers:
                 logger.log_metrics(logged.for_logger, step=self.global_step)
 
-    # --- the life of a run -----------------------------------------------------------------
-
-    @contextmanager
-    def _session(self, stage: str, task: Task, datamodule: DataModule | None) -> Generator[HookTable]:
-        """Meet the other ranks, prepare task and data, and clean up whatever happens in between."""
-        if self._to_launch:
-            relaunch(self._to_launch)  # never returns: the ranks run this program from its start
-        check_hooks(task, Task)
-        if datamodule is not None:
-            check_hooks(datamodule, DataModule)
-        self.task, self.datamodule = task, datamodule
-        task.trainer = self
-        self._merge_task_callbacks(task)
-        with ExitStack() as cleanup:
-            cleanup.enter_context(torch_settings(self.config))
-            try:
-                self.strategy.setup()
-                self._agree()
-                self._prepare_data()
-                cleanup.callback(self._teardown, stage)
-                if datamodule is not None:
-                    datamodule.trainer = self
-                    datamodule.setup(stage)
-                for callback in self.callbacks:
-                    callback.setup(self, task, stage)
-                task.setup(stage)
-                task.configure_model()
-                self.strategy.precision.convert_module(task)
-                task.to(self.strategy.device)
-                yield HookTable(self.callbacks, task)
-            except BaseException as error:
-                self._report(error)
-                raise
-
-    def _teardown(self, stage: str) -> None:
-        self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
-        self.fitting, self.active_log = False, None
-        for callback in self.callbacks:
-            callback.teardown(self, self.task, stage)
-        self.task.teardown(stage)
-        if self.datamodule is not None:
-            self.datamodule.teardown(stage)
-        self.strategy.teardown()
-
-    def _report(self, error: BaseException) -> None:
-        """Tell the callbacks, and torchrun's error file, which shows the first failure of all ranks."""
-        for callback in self.callbacks:
-            callback.on_exception(self, self.task, error)
-        if self.datamodule is not None:
-            self.datamodule.on_exception(error)
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            handler = get_error_handler()
-            handler.initialize()
-            handler.record_exception(error)
-
-    def _agree(self) -> None:
-        """One seed and one run folder for all ranks, decided by rank 0 once."""
-        seed = self.config.seed
-        if seed is None:
-            # What the program seeded torch with, or the random number torch seeded itself with.
-            seed = self.strategy.broadcast(torch.initial_seed() % 2**63, name="seed")
-        self.seed = seed
-        if self._run_folder is None and self.config.default_root_dir is None:
-            now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%SZ")
-            base = Path("runs") / f"{type(self.task).__name__}-{now}"
-            folder, number = base, 1
-            while folder.exists():  # another run of this second
-                number += 1
-                folder = base.with_name(f"{base.name}-{number}")
-            self._run_folder = Path(self.strategy.broadcast(os.fspath(folder), name="run folder"))
-
-    def _prepare_data(self) -> None:
-        """Let the first rank of each host prepare the data, while the others wait."""
-        prepared = [self.task, *([self.datamodule] if self.datamodule is not None else [])]
-        if all(
-            not overrides(item, "prepare_data", Task if isinstance(item, Task) else DataModule) for item in prepared
-        ):
-            return
-        problem: Exception | None = None
-        try:
-            if self.local_rank == 0:
-                for item in reversed(prepared):
-                    item.prepare_data()
-        except Exception as error:
-            problem = error
-        failures = self.strategy.gather_objects(None if problem is None else repr(problem), name="prepare_data")
-        if problem is not None:
-            raise problem
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise RuntimeError(f"prepare_data failed on rank {rank}: {failure}")
-
-    def _merge_task_callbacks(self, task: Task) -> None:
-        own = task.configure_callbacks()
-        own = cast("list[Callback]", list(own) if isinstance(own, (list, tuple)) else [own])  # pyright: ignore
-        for callback in own:
-            check_hooks(callback, Callback)
-        kinds = {type(callback) for callback in own}
-        self.callbacks = _ordered([*(c for c in self.callbacks if type(c) not in kinds), *own])
-
     def _log_hyperparameters(self) -> None:
         if not self.is_global_zero:
             return
         hyperparameters: dict[str, Any] = {}
         for holder in (self.datamodule, self.task):
-            if holder is not None and vars(holder).get("_log_hyperparameters"):
+            if holder is not None and holder.logs_hyperparameters:
                 hyperparameters |= holder.hparams
         if hyperparameters:
             for logger in self.loggers:
                 logger.log_hyperparams(hyperparameters)
 
-    # --- loaders ---------------------------------------------------------------------------
-
-    def _dealing(self, *, training: bool) -> Dealing:
-        return Dealing(
-            self.strategy, self.seed, training, self.config.use_distributed_sampler, not self.config.overfit_batches
-        )
-
-    def _from_holders(self, method: str) -> Any:
-        for holder in (self.datamodule, self.task):
-            if holder is not None and (loaders := getattr(holder, method)()) is not None:
-                return loaders
-        return None
-
-    def _train_loader(self, given: Any) -> PreparedLoader:
-        loader = self._from_holders("train_dataloader") if given is None else given
-        if loader is None:
-            raise ValueError(
-                "fit has no training loader: give one, trainer.fit(task, train_dataloaders=…), or write train_dataloader "
-                "in the task or a DataModule."
-            )
-        if isinstance(loader, Mapping) or (
-            isinstance(loader, (list, tuple)) and any(isinstance(item, torch.utils.data.DataLoader) for item in loader)  # pyright: ignore
-        ):
-            raise TypeError(
-                f"the training loader is a {type(loader).__name__} of loaders, which is not supported yet: expected one "
-                "loader. Join the datasets (torch.utils.data.ConcatDataset or StackDataset)."
-            )
-        limit = self.config.overfit_batches or self.config.limit_train_batches
-        prepared = prepare_loader(loader, "training", limit, self._dealing(training=True))
-        if prepared.length == 0:
-            raise ValueError(f"{LIMITS['training']}={limit} leaves no batch to train on: expected 1 or more.")
-        if prepared.length is None and self.world_size > 1:
-            raise ValueError(
-                f"the training loader has no length: on {self.world_size} ranks one could end before the others, which is "
-                "not supported yet. Give it a __len__, equal on all ranks, or set limit_train_batches to a number that "
-                "every rank can give."
-            )
-        return prepared
-
-    def _loaders(self, stage: Stage, given: Any, train_given: Any = None) -> list[PreparedLoader]:
-        limit: int | float = getattr(self.config, LIMITS[stage.data])
-        if limit == 0:
-            return []
-        overfit = self.config.overfit_batches
-        loaders = self._from_holders(stage.loaders) if given is None else given
-        if loaders is None:
-            return []
-        if overfit and stage is VALIDATION:  # validated on what is trained on
-            limit, loaders = overfit, self._from_holders("train_dataloader") if train_given is None else train_given
-        if not isinstance(loaders, (list, tuple)) or not _holds_loaders(loaders):
-            loaders = [loaders]
-        dealing = self._dealing(training=False)
-        return [prepare_loader(loader, stage.data, limit, dealing) for loader in cast("list[Any]", loaders)]
-
-    def _transfer(self) -> Transfer | None:
-        """How a batch comes to the device; None where it needs nothing."""
-        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        methods: list[Any] = []
-        replaced = False
-        for name in names:
-            if self.datamodule is not None and overrides(self.datamodule, name, DataModule):
-                methods.append(getattr(self.datamodule, name))
-                replaced = True
-            else:
-                methods.append(getattr(self.task, name))
-                replaced |= overrides(self.task, name, Task)
-        device, precision = self.strategy.device, self.strategy.precision
-        if not replaced and device.type == "cpu" and not precision.converts_batches:
-            return None
-        before, to_device, after = methods
-
-        def transfer(batch: Any, index: int) -> Any:
-            batch = to_device(before(batch, index), device, index)
-            if precision.converts_batches:
-                batch = cast_floats(batch, precision.dtype)
-            return after(batch, index)
-
-        return transfer
-
-    # --- evaluation and checkpoints --------------------------------------------------------
+    # --- evaluation --------------------------------------------------------
 
     def _evaluate(
         self,
@@ -679,13 +502,13 @@ class Trainer:
             _check_task(task, stage_name, (stage.step,))
         if ckpt_path == "auto":
             raise ValueError(f"ckpt_path='auto' is for fit; {stage_name} takes a path, 'best' or 'last'.")
-        with self._session(stage_name, task, datamodule or getattr(self, "datamodule", None)) as hooks:
+        with session(self, stage_name, task, datamodule or self.datamodule) as hooks:
             if ckpt_path is not None:
-                checkpoint = self._read(ckpt_path)
-                restore(self, checkpoint, training=False)
+                restore(self, read(self, ckpt_path), training=False)
             # Without DDP's constructor nobody has made the ranks' weights equal.
             self.strategy.broadcast_module(task)
-            loaders = self._loaders(stage, dataloaders)
+            source = DataSource(self)
+            loaders = source.evaluation(stage.data, stage.loaders, dataloaders)
             if not loaders:
                 raise ValueError(
                     f"{stage_name} has no loader: give one, or write {stage.loaders} in the task or a DataModule; and "
@@ -693,87 +516,12 @@ class Trainer:
                 )
             flag = {"validate": "validating", "test": "testing", "predict": "predicting"}[stage_name]
             setattr(self, flag, True)
-            logged, kept = EvaluationLoop(self, task, hooks, stage, self._transfer()).run(loaders, keep=keep)
+            logged, kept = EvaluationLoop(self, task, hooks, stage, source.transfer()).run(loaders, keep=keep)
             setattr(self, flag, False)
         results = _by_loader(logged, len(loaders))
         if verbose and self.is_global_zero:
             print_results(results, stage_name)
         return results, kept
-
-    def _checkpoint_to_resume(self, ckpt_path: str | os.PathLike[str] | None) -> Checkpoint | None:
-        if ckpt_path is None:
-            return None
-        if ckpt_path == "auto":
-            folders = [callback.folder(self) for callback in self.checkpoint_callbacks]
-            newest = self.strategy.broadcast(newest_intact(folders) if self.is_global_zero else None, name="newest")
-            if newest is None:
-                return None
-            ckpt_path = newest
-        checkpoint = self._read(ckpt_path)
-        theirs = checkpoint.training.get("seed", self.seed)
-        if self.config.seed not in (None, theirs):
-            raise CheckpointError(
-                f"{checkpoint.path} was trained with seed={theirs}, this Trainer has seed={self.config.seed}: the order of "
-                "the samples depends on it. Use the same, or leave it out."
-            )
-        self.seed = theirs
-        return checkpoint
-
-    def _read(self, ckpt_path: str | os.PathLike[str]) -> Checkpoint:
-        if ckpt_path in ("best", "last"):
-            callback = self.checkpoint_callback
-            path = "" if callback is None else callback.best_model_path if ckpt_path == "best" else callback.last_path
-            if not path and callback is not None and ckpt_path == "last":
-                path = str(newest_intact([callback.folder(self)]) or "")
-            if not path:
-                raise CheckpointError(
-                    f"ckpt_path={ckpt_path!r}: this Trainer's ModelCheckpoint has saved none. Give a path."
-                )
-            ckpt_path = path
-        return read_checkpoint(ckpt_path)
-
-
-def _all_callbacks(
-    config: TrainerConfig,
-    given: Callback | Sequence[Callback] | None,
-    logger: Logger | Sequence[Logger] | bool | None,
-    *,
-    development: bool,
-) -> list[Callback]:
-    callbacks = [given] if isinstance(given, Callback) else list(given or ())
-    if isinstance(logger, Logger):
-        callbacks.append(logger)
-    elif not isinstance(logger, bool) and logger is not None:
-        callbacks += list(logger)
-    for callback in callbacks:
-        if not isinstance(callback, Callback):  # pyright: ignore[reportUnnecessaryIsInstance]
-            what = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
-            raise TypeError(f"callbacks hold {what}: expected objects of subclasses of Callback.")
-    if len(set(map(id, callbacks))) != len(callbacks):
-        raise ValueError("the same callback object is given twice: expected each once.")
-    if development:  # fast_dev_run leaves no trace and stops for nothing
-        callbacks = [c for c in callbacks if not isinstance(c, (Logger, ModelCheckpoint, EarlyStopping))]
-
-    def missing(kind: type) -> bool:
-        return not any(isinstance(callback, kind) for callback in callbacks)
-
-    if not config.enable_checkpointing and not development and not missing(ModelCheckpoint):
-        raise ValueError("enable_checkpointing=False, but the callbacks hold a ModelCheckpoint: drop one of them.")
-    if config.enable_model_summary:
-        callbacks += [kind() for kind in (ModelSummary, StepPanel) if missing(kind)]
-    if config.enable_progress_bar and missing(ProgressBar):
-        callbacks.append(ProgressBar())
-    # Loggers given as `logger` replace the default one; those among the callbacks stand beside it.
-    if config.logger and (logger is None or logger is True) and missing(TensorBoardLogger):
-        callbacks.append(TensorBoardLogger())
-    if config.enable_checkpointing and missing(ModelCheckpoint):
-        callbacks.append(ModelCheckpoint())
-    return _ordered(callbacks)
-
-
-def _ordered(callbacks: list[Callback]) -> list[Callback]:
-    """Those who decide by metrics last, and the checkpoints behind them: they save what the others decided."""
-    return sorted(callbacks, key=lambda callback: (callback.monitors, isinstance(callback, ModelCheckpoint)))
 
 
 def _check_task(task: Task, purpose: str, needed: Sequence[str]) -> None:
@@ -784,15 +532,6 @@ def _check_task(task: Task, purpose: str, needed: Sequence[str]) -> None:
             raise TypeError(
                 f"{type(task).__name__} has no {name}, which {purpose} needs: expected a method of that name."
             )
-
-
-def _holds_loaders(loaders: Any) -> bool:
-    """A list of loaders, not a list of batches."""
-    return all(
-        isinstance(item, torch.utils.data.DataLoader)
-        or (hasattr(item, "__iter__") and not isinstance(item, (torch.Tensor, Mapping, list, tuple, str)))
-        for item in loaders
-    )
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:

@@ -18,16 +18,17 @@ def check_plain(value: Any, where: str) -> None:
     """
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return
-    if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+    kind = cast("Any", type(value))
+    if isinstance(value, Mapping) and kind.__module__ in ("builtins", "collections"):
         for key, item in cast("Mapping[Any, Any]", value).items():
             check_plain(key, f"a key of {where}")
             check_plain(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple, set):
+    elif kind in (list, tuple, set):
         for index, item in enumerate(cast("list[Any]", value)):
             check_plain(item, f"{where}[{index}]")
     else:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         raise TypeError(
-            f"{where} is a {kind}, which a checkpoint can't hold: loading it would run code. Store numbers, strings, "
+            f"{where} is a {name}, which a checkpoint can't hold: loading it would run code. Store numbers, strings, "
             "tensors, and lists or dicts of them (a numpy array as a tensor or list, a path as a string)."
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -126,7 +127,7 @@ def _limited(length: int | None, limit: int | float, name: str) -> int | None:
 
 def _why_empty(loader: Any, name: str, dealing: Dealing) -> str:
     dataset = getattr(loader, "dataset", None)
-    samples = f" (a dataset of {len(dataset)} samples)" if has_length(dataset) else ""
+    samples = f" (a dataset of {len(cast('Any', dataset))} samples)" if has_length(dataset) else ""
     ranks = dealing.strategy.world_size
     dealt = f" when dealt to {ranks} ranks" if ranks > 1 else ""
     drop = ", drop_last=True" if getattr(loader, "drop_last", False) else ""
@@ -145,8 +146,8 @@ def _batch_size(loader: Any) -> int | None:
 
 def _deal(loader: Iterable[Any], name: str, dealing: Dealing) -> tuple[Iterable[Any], Shard | None]:
     ranks = dealing.strategy.world_size
-    if not isinstance(loader, DataLoader) or not dealing.enabled:
-        return loader, None
+    if not dealing.enabled or not isinstance(loader, DataLoader):
+        return loader, None  # pyright: ignore[reportUnknownVariableType]
     data_loader = cast("DataLoader[Any]", loader)
     if isinstance(data_loader.dataset, IterableDataset):
         if ranks > 1:
@@ -156,7 +157,7 @@ def _deal(loader: Iterable[Any], name: str, dealing: Dealing) -> tuple[Iterable[
                 "WORLD_SIZE are in the environment) and say so with Trainer(use_distributed_sampler=False)."
             )
         return data_loader, None
-    sampler, batch_sampler = data_loader.sampler, data_loader.batch_sampler
+    sampler, batch_sampler = cast("Any", data_loader.sampler), cast("Any", data_loader.batch_sampler)
     if (
         _already_dealt(sampler)
         or _already_dealt(getattr(batch_sampler, "sampler", None))
@@ -189,7 +190,8 @@ def _order(sampler: Any, loader: DataLoader[Any], dealing: Dealing) -> Iterable[
         if not dealing.shuffle:
             return range(length)
         # A generator given by the user stands for its seed; rank 0's counts, or the shards would overlap.
-        own: int | None = None if sampler.generator is None else sampler.generator.initial_seed()
+        generator: torch.Generator | None = cast("Any", sampler).generator
+        own = None if generator is None else generator.initial_seed()
         own = dealing.strategy.broadcast(own, name="seed of the sampler")
         return ShuffledOrder(length, dealing.seed if own is None else own)
     return SeededOrder(sampler, dealing.seed)
@@ -213,7 +215,7 @@ def _rebuilt(loader: DataLoader[Any], name: str, ranks: int, samplers: dict[str,
     options = {
         option: getattr(loader, option) for option in _OPTIONS if getattr(loader, option, None) not in (None, "")
     }
-    kind: Any = type(loader)
+    kind = cast("Any", type(loader))
     if kind is not DataLoader:
         parameters = inspect.signature(kind.__init__).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

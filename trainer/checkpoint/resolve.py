@@ -1,0 +1,56 @@
+"""Which checkpoint `ckpt_path` means."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from .folder import Checkpoint, CheckpointError, newest_intact, read_checkpoint
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+def checkpoint_to_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> Checkpoint | None:
+    """Read the checkpoint that `fit` goes on from, and take over its seed; None: start anew.
+
+    Raises:
+        CheckpointError: it is not there, damaged, or was trained with another seed.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "auto":
+        folders = [callback.folder(trainer) for callback in trainer.checkpoint_callbacks]
+        ours = newest_intact(folders) if trainer.is_global_zero else None
+        newest = trainer.strategy.broadcast(ours, name="newest checkpoint")
+        if newest is None:
+            return None
+        ckpt_path = newest
+    checkpoint = read(trainer, ckpt_path)
+    theirs = checkpoint.training.get("seed", trainer.seed)
+    if trainer.config.seed not in (None, theirs):
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with seed={theirs}, this Trainer has seed={trainer.config.seed}: the order of "
+            "the samples depends on it. Use the same, or leave it out."
+        )
+    trainer.seed = theirs
+    return checkpoint
+
+
+def read(trainer: Trainer, ckpt_path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint, named by its path, or by "best" or "last" among those the trainer saved.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
+    if ckpt_path not in ("best", "last"):
+        return read_checkpoint(ckpt_path)
+    callback = trainer.checkpoint_callback
+    path = ""
+    if callback is not None:
+        path = callback.best_model_path if ckpt_path == "best" else callback.last_path
+        if not path and ckpt_path == "last":  # a new process, after a run in the same folder
+            path = os.fspath(newest_intact([callback.folder(trainer)]) or "")
+    if not path:
+        raise CheckpointError(f"ckpt_path={ckpt_path!r}: this Trainer's ModelCheckpoint has saved none. Give a path.")
+    return read_checkpoint(path)

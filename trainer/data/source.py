@@ -1,0 +1,135 @@
+"""Where the loaders of a run come from: an argument, the data module, or the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from ..data_module import DataModule
+from ..hooks import overrides
+from ..task import Task
+from .loaders import LIMITS, Dealing, PreparedLoader, prepare_loader
+from .transfer import cast_floats
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+# Takes a batch and the index of its loader.
+Transfer = Callable[[Any, int], Any]
+
+
+class DataSource:
+    """The prepared loaders of a run, and the way of a batch to the device."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._holders: list[Task | DataModule] = [trainer.task]
+        if trainer.datamodule is not None:
+            self._holders.insert(0, trainer.datamodule)
+
+    def training(self, given: Any) -> PreparedLoader:
+        """The training loader.
+
+        Raises:
+            TypeError, ValueError: there is none, it is empty, or it can't be dealt to the ranks.
+        """
+        trainer, config = self._trainer, self._trainer.config
+        loader = self._of_holders("train_dataloader") if given is None else given
+        if loader is None:
+            raise ValueError(
+                "fit has no training loader: give one, trainer.fit(task, train_dataloaders=…), or write train_dataloader "
+                "in the task or a DataModule."
+            )
+        if isinstance(loader, Mapping) or (isinstance(loader, (list, tuple)) and _any_loader(loader)):
+            raise TypeError(
+                f"the training loader is a {type(cast('Any', loader)).__name__} of loaders, which is not supported yet: "
+                "expected one loader. Join the datasets (torch.utils.data.ConcatDataset or StackDataset)."
+            )
+        limit = config.overfit_batches or config.limit_train_batches
+        prepared = prepare_loader(loader, "training", limit, self._dealing(training=True))
+        if prepared.length == 0:
+            raise ValueError(f"{LIMITS['training']}={limit} leaves no batch to train on: expected 1 or more.")
+        if prepared.length is None and trainer.world_size > 1:
+            raise ValueError(
+                f"the training loader has no length: on {trainer.world_size} ranks one could end before the others, which "
+                "is not supported yet. Give it a __len__, equal on all ranks, or set limit_train_batches to a number "
+                "that every rank can give."
+            )
+        return prepared
+
+    def evaluation(self, kind: str, method: str, given: Any, *, training_given: Any = None) -> list[PreparedLoader]:
+        """The loaders of an evaluation; an empty list where there are none, or their limit is 0.
+
+        Args:
+            kind: a key of `LIMITS`.
+            method: of task and data module, that gives them.
+            given: the argument.
+            training_given: the training loader that was an argument; with `overfit_batches` it is validated on.
+        """
+        config = self._trainer.config
+        limit: int | float = getattr(config, LIMITS[kind])
+        if limit == 0:
+            return []
+        loaders = self._of_holders(method) if given is None else given
+        if loaders is None:
+            return []
+        if config.overfit_batches and kind == "validation":
+            limit = config.overfit_batches
+            loaders = self._of_holders("train_dataloader") if training_given is None else training_given
+        several = isinstance(loaders, (list, tuple)) and all(map(_is_loader, cast("list[Any]", loaders)))
+        dealing = self._dealing(training=False)
+        each: list[Any] = list(cast("list[Any]", loaders)) if several else [loaders]
+        return [prepare_loader(loader, kind, limit, dealing) for loader in each]
+
+    def transfer(self) -> Transfer | None:
+        """How a batch comes to the device; None where it needs nothing."""
+        before, to_device, after = (
+            self._override_of(name)
+            for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        )
+        device, precision = self._trainer.strategy.device, self._trainer.strategy.precision
+        replaced = before is not None or to_device is not None or after is not None
+        if not replaced and device.type == "cpu" and not precision.converts_batches:
+            return None
+        move = to_device or self._trainer.task.transfer_batch_to_device
+
+        def transfer(batch: Any, index: int) -> Any:
+            if before is not None:
+                batch = before(batch, index)
+            batch = move(batch, device, index)
+            if precision.converts_batches:
+                batch = cast_floats(batch, precision.dtype)
+            return batch if after is None else after(batch, index)
+
+        return transfer
+
+    def _dealing(self, *, training: bool) -> Dealing:
+        trainer, config = self._trainer, self._trainer.config
+        shuffle = not config.overfit_batches
+        return Dealing(trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle)
+
+    def _of_holders(self, method: str) -> Any:
+        for holder in self._holders:
+            loaders = getattr(holder, method)()
+            if loaders is not None:
+                return loaders
+        return None
+
+    def _override_of(self, name: str) -> Callable[..., Any] | None:
+        for holder in self._holders:
+            if overrides(holder, name, Task if isinstance(holder, Task) else DataModule):
+                return getattr(holder, name)
+        return None
+
+
+def _is_loader(item: Any) -> bool:
+    """A loader, not a batch of a list that is itself the loader."""
+    batch_like = isinstance(item, (torch.Tensor, Mapping, list, tuple, str))
+    return isinstance(item, DataLoader) or (hasattr(item, "__iter__") and not batch_like)
+
+
+def _any_loader(items: Any) -> bool:
+    return any(isinstance(item, DataLoader) for item in items)
