@@ -76,8 +76,13 @@ class FitRun:
         return loop
 
     def finish(self) -> None:
-        """Announce the end."""
+        """Announce the end, and say why it came early."""
         self._call("on_train_end")
+        if self.stopping:
+            reasons = self.trainer.strategy.gather_objects(self.trainer.stop_reason, name="reasons to stop")
+            first = next((reason for reason in reasons if reason), "asked to")
+            self.trainer.stop_reason = first
+            self.trainer.print(f"stopped after step {self.trainer.global_step}: {first}")
         self.trainer.training = False
         self._call("on_fit_end")
 

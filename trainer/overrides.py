@@ -38,7 +38,10 @@ def apply_overrides(defaults: T, arguments: Sequence[str]) -> T:
         if not equals or not key or not text:
             raise ValueError(f"{argument!r}: expected name=value, such as trainer.max_epochs=3 (name=null for None).")
         try:
-            OmegaConf.update(config, key, _parse(text))
+            override: Any = _parse(text)
+            for part in reversed(key.split(".")):
+                override = {part: override}
+            config = OmegaConf.merge(config, override)  # unlike an update, it may change frozen dataclasses
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             raise ValueError(f"{argument!r}: {str(error).splitlines()[0]}") from None
     try:

@@ -123,7 +123,7 @@ class Trainer:
         self.control = ControlWord(self.strategy)
         self.active_log: MetricLog | None = None
         self.stop_reason: str | None = None
-        """What `stop` was told, on this rank."""
+        """What `stop` was told on this rank; after fit, on the first rank that asked."""
         self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
         self._stop_asked = self._has_validation = False
         root = self.config.default_root_dir

@@ -229,4 +229,4 @@ def _rebuilt(loader: DataLoader[Any], name: str, ranks: int, samplers: dict[str,
                     "Trainer(use_distributed_sampler=False)."
                 )
             options = {option: value for option, value in options.items() if option in parameters}
-    return kind(loader.dataset, **options, **samplers)
+    return cast("DataLoader[Any]", kind(loader.dataset, **options, **samplers))

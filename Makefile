@@ -1,0 +1,41 @@
+# Everything runs in .venv, which `make` sets up by itself. PYTHON chooses the interpreter (3.10 or newer).
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := trainer callbacks strategies examples benchmarks tests
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check format bench test-gpu clean
+
+demo: .venv/installed  ## train handwritten digits on two CPU ranks
+	$(BIN)/python examples/digits.py trainer.accelerator=cpu trainer.devices=2
+
+test: .venv/installed  ## the whole suite, without a GPU
+	$(BIN)/pytest
+
+check: .venv/installed  ## format, lint, types
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/basedpyright
+
+format: .venv/installed
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+bench: .venv/installed  ## what a step costs beside the raw loop
+	$(BIN)/python benchmarks/compare.py --impls raw,samestep --ranks 1 --mode bare
+	$(BIN)/python benchmarks/compare.py --impls raw,samestep --ranks 1 --mode typical
+	$(BIN)/python benchmarks/compare.py --impls raw,samestep --ranks 2 --mode bare
+	$(BIN)/python benchmarks/import_time.py
+
+test-gpu: .venv/installed  ## what needs CUDA
+	$(BIN)/pytest -m gpu
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis runs
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON=…"; exit 1; }
+	@echo "Setting up .venv (PyTorch is a large download) …"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
