@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 
 def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
@@ -27,7 +27,9 @@ def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
         run.main(["--standalone", f"--nproc-per-node={processes}", "--no-python", *command])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"samestep: rank {rank} failed first (exit code {failure.exitcode}).", file=sys.stderr)
+        message: Any = failure.message  # a dict, where the rank wrote an error file
+        why = cast("dict[str, str]", message).get("message", "") if isinstance(message, dict) else str(message)
+        print(f"samestep: rank {rank} failed first, with exit code {failure.exitcode}: {why}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)
 

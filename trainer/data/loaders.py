@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from ...strategies.base import Strategy
+from ..randomness import derived_seed
 from .sampling import SeededOrder, Shard, ShuffledOrder, has_length, set_epoch
 
 
@@ -38,9 +39,15 @@ class PreparedLoader:
     batch_size: int | None
     """Samples of a full batch of one rank, where it can be known."""
 
+    worker_seed: int = 0
+    """What the workers' random numbers depend on, besides the epoch."""
+
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the epoch."""
+        """Choose the order of the epoch, and the workers' random numbers."""
         set_epoch(self.loader, epoch)
+        if self.shard is not None:
+            generator: torch.Generator = self.loader.generator  # pyright: ignore
+            generator.manual_seed(derived_seed(self.worker_seed, epoch, self.shard.rank, "workers"))
 
     def batches(self, skip: int = 0) -> Iterator[Any]:
         """This rank's batches of an epoch, from the one behind the first `skip`.
@@ -108,7 +115,7 @@ def prepare_loader(loader: Any, name: str, limit: int | float, dealing: Dealing)
         total = len(shard.order)  # pyright: ignore[reportArgumentType]  # on other ranks there may be batches
     if total == 0:
         raise ValueError(_why_empty(loader, name, dealing))
-    return PreparedLoader(dealt, _limited(length, limit, name), shard, _batch_size(dealt))
+    return PreparedLoader(dealt, _limited(length, limit, name), shard, _batch_size(dealt), dealing.seed)
 
 
 def _limited(length: int | None, limit: int | float, name: str) -> int | None:
@@ -202,8 +209,8 @@ def _already_dealt(sampler: Any) -> bool:
 
 
 _OPTIONS = (
-    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
-    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "persistent_workers", "pin_memory_device", "in_order",
 )  # fmt: skip
 
 
@@ -215,11 +222,14 @@ def _rebuilt(loader: DataLoader[Any], name: str, ranks: int, samplers: dict[str,
     options = {
         option: getattr(loader, option) for option in _OPTIONS if getattr(loader, option, None) not in (None, "")
     }
+    # A new iterator draws a seed for its workers. From a generator of its own the draw disturbs nobody: a resumed run,
+    # or one with another validation, trains with the same random numbers.
+    options["generator"] = torch.Generator()
     kind = cast("Any", type(loader))
     if kind is not DataLoader:
         parameters = inspect.signature(kind.__init__).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            missing = [option for option in ("dataset", *samplers) if option not in parameters]
+            missing = [option for option in ("dataset", "generator", *samplers) if option not in parameters]
             if missing:
                 if ranks == 1:
                     return None
