@@ -39,8 +39,10 @@ def all_callbacks(
     callbacks = [given] if isinstance(given, Callback) else list(given or ())
     if isinstance(logger, Logger):
         callbacks.append(logger)
-    elif not isinstance(logger, bool) and logger is not None:
-        callbacks += list(logger)
+    elif isinstance(logger, (list, tuple)):
+        callbacks += logger
+    elif logger is not None and not isinstance(logger, bool):
+        raise TypeError(f"logger={logger!r}: expected True, False, a Logger object, or a list of them.")
     for callback in callbacks:
         check_callback(callback)
     if len(set(map(id, callbacks))) != len(callbacks):
