@@ -109,3 +109,25 @@ def reductions_per_step(window: int) -> tuple[int, int]:
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_one_reduction_for_each_bucket_and_window(window: int) -> None:
     assert run_ranks(reductions_per_step, 2, window) == [(4, 4), (4, 4)]
+
+
+def two_fits() -> list[float]:
+    """Two fits in one process: the second wraps anew, and meets in the same process group."""
+    results: list[float] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        task = Regression()
+        quiet_trainer(max_epochs=1, precision=64, seed=1).fit(task, loader(16, 4))
+        results.append(parameters_of(task).sum().item())
+    trainer = quiet_trainer(max_epochs=3, precision=64, seed=1)
+    trainer.fit(task, loader(16, 4))
+    trainer.fit(task, loader(16, 4))
+    results.append(trainer.global_step)
+    return results
+
+
+def test_two_fits_in_one_process() -> None:
+    first, second = run_ranks(two_fits, 2)
+    assert first == second
+    assert first[0] == first[1]
+    assert first[2] == 6

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("trainer", "callbacks", "strategies")

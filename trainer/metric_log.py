@@ -72,6 +72,7 @@ class MetricLog:
         self._size = 1
         self.step = 0
         """A number for the step that is running; the value says nothing more."""
+        self._reduced_step = 0
         self.batch: Any = None
         """The micro-batch that is running."""
         self.in_step = False
@@ -178,14 +179,18 @@ class MetricLog:
     # --- reading ---------------------------------------------------------------------------
 
     def reduce_step(self) -> Logged:
-        """Reduce the values of the running step over its micro-batches and the ranks: one collective."""
-        entries = [entry for entry in self._entries.values() if entry.on_step and entry.step == self.step]
+        """Reduce the newest step values over their micro-batches and the ranks: one collective.
+
+        A name that was not logged in this very step, but since the last time, is shown now: none is lost.
+        """
+        entries = [entry for entry in self._entries.values() if entry.on_step and entry.step > self._reduced_step]
+        self._reduced_step = self.step
         return self._reduce({entry.name: _step_row(entry) for entry in entries}, {}, "step")
 
     def reduce_epoch(self, *, with_step: bool = False) -> Logged:
         """Reduce the sums of the epoch over the ranks, compute torchmetrics objects, and start anew.
 
-        With `with_step`, the values of the last step are reduced along with them, for monitors.
+        With `with_step`, the newest step values are reduced along with them, for monitors.
         """
         rows: dict[str, Row] = {}
         metrics: dict[str, Any] = {}
@@ -194,7 +199,7 @@ class MetricLog:
                 metrics[entry.name] = entry.metric
             elif entry.on_epoch and entry.total is not None:
                 rows[entry.name] = Row(entry.reduction, entry.total, float(entry.weight))
-            elif with_step and entry.on_step and entry.step == self.step:
+            elif with_step and entry.on_step and entry.step > self._reduced_step:
                 rows[entry.name] = _step_row(entry)
         logged = self._reduce(rows, metrics, "epoch")
         for entry in self._entries.values():

@@ -58,7 +58,8 @@ class LitAutoEncoder(LightningModule):
     def _common_step(self, batch, stage):
         x = self._flat(batch)
         loss = F.mse_loss(self(x), x)
-        self.log(f"{stage}_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        several = self.trainer.world_size > 1
+        self.log(f"{stage}_loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=several)
         return loss
 
 
