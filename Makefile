@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := trainer callbacks strategies examples benchmarks tests
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check format bench test-gpu clean
+.PHONY: demo test check format bench test-gpu docs clean
 
 demo: .venv/installed  ## train handwritten digits on two CPU ranks
 	$(BIN)/python examples/digits.py trainer.accelerator=cpu trainer.devices=2
@@ -30,8 +30,12 @@ bench: .venv/installed  ## what a step costs beside the raw loop
 test-gpu: .venv/installed  ## what needs CUDA
 	$(BIN)/pytest -m gpu
 
+docs: .venv/installed  ## the documentation as pages, in site/
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/zensical build
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis runs site
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON=…"; exit 1; }
