@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from .callback import Callback
 from .monitor import check_mode, fresh_value, is_better
 
@@ -56,8 +59,12 @@ class EarlyStopping(Callback):
         """Checks since the last improvement."""
         self.stopped_epoch = 0
         """The epoch in which it stopped the run; 0 before."""
-        self.best_score = math.nan
-        """The best value so far."""
+        self._best = math.nan
+
+    @property
+    def best_score(self) -> Tensor:
+        """The best value so far, a float64 scalar; NaN before the first."""
+        return torch.tensor(self._best, dtype=torch.float64)
 
     @property
     def state_key(self) -> str:
@@ -66,12 +73,12 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The wait counter and the best value."""
-        return {"wait_count": self.wait_count, "stopped_epoch": self.stopped_epoch, "best_score": self.best_score}
+        return {"wait_count": self.wait_count, "stopped_epoch": self.stopped_epoch, "best_score": self._best}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on waiting where the run before had got to."""
         self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
-        self.best_score = state_dict["best_score"]
+        self._best = state_dict["best_score"]
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
         """Check after a validation inside an epoch."""
@@ -99,19 +106,19 @@ class EarlyStopping(Callback):
     def _reason_to_stop(self, value: float) -> str:
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
-            return f"{name} = {value} is not finite (the best was {self.best_score:.6g})"
+            return f"{name} = {value} is not finite (the best was {self._best:.6g})"
         if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
             self._improve(value)
             return f"{name} = {value:.6g} has passed the stopping threshold {self.stopping_threshold}"
         if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
             return f"{name} = {value:.6g} is worse than the divergence threshold {self.divergence_threshold}"
-        if is_better(value, self.best_score, self.mode, by=self.min_delta):
+        if is_better(value, self._best, self.mode, by=self.min_delta):
             self._improve(value)
             return ""
         self.wait_count += 1
         if self.wait_count < max(1, self.patience):
             return ""
-        return f"{name} has not been better than {self.best_score:.6g} for {self.wait_count} checks"
+        return f"{name} has not been better than {self._best:.6g} for {self.wait_count} checks"
 
     def _improve(self, value: float) -> None:
-        self.best_score, self.wait_count = value, 0
+        self._best, self.wait_count = value, 0

@@ -62,9 +62,9 @@ class JSONLLogger(Logger):
         beside.write_text("".join(kept), "utf-8")
         beside.replace(self.path)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write a line."""
-        self._write({"step": step, **metrics})
+        self._write({"step": step or 0, **metrics})
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write a line `{"step": 0, "hyperparameters": {…}}`."""

@@ -36,7 +36,7 @@ class Logger(Callback):
         self.finalize("success")
 
     @abstractmethod
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Keep reduced values of one optimizer step. Called on rank 0 only, once for each step and name."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -54,6 +54,13 @@ class Logger(Callback):
     def log_dir(self) -> str | None:
         """The folder it writes into."""
         return None if self.run_folder is None else str(self.run_folder)
+
+
+class SilentLogger(Logger):
+    """Keeps nothing: what `fast_dev_run` puts in the place of loggers, so that `self.logger.experiment` works."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Do nothing."""
 
 
 class Nothing:

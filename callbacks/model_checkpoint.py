@@ -11,6 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from .callback import Callback
 from .monitor import check_mode, fresh_value, is_better
 
@@ -104,9 +107,16 @@ class ModelCheckpoint(Callback):
         return self._ranked()[0] if self.kept else ""
 
     @property
-    def best_model_score(self) -> float | None:
-        """The best checkpoint's monitored value."""
-        return self.kept[self.best_model_path] if self.kept and self.monitor else None
+    def best_model_score(self) -> Tensor | None:
+        """The best checkpoint's monitored value, a float64 scalar."""
+        return (
+            torch.tensor(self.kept[self.best_model_path], dtype=torch.float64) if self.kept and self.monitor else None
+        )
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst checkpoint that is kept. Empty before the first."""
+        return self._ranked()[-1] if self.kept else ""
 
     @property
     def best_k_models(self) -> dict[str, float]:
@@ -141,6 +151,11 @@ class ModelCheckpoint(Callback):
         self.last_path, self._last_step = state_dict["last_path"], state_dict["last_step"]
 
     # --- when it saves ---------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        """Settle the folder."""
+        if stage == "fit":
+            self.dirpath = self.folder(trainer)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         """Start the clock."""

@@ -26,20 +26,21 @@ class TensorBoardLogger(Logger):
     def __init__(
         self, save_dir: str | os.PathLike[str] | None = None, name: str = "", version: int | str | None = None
     ) -> None:
-        self._save_dir = None if save_dir is None else Path(save_dir)
-        self._name = name
-        self._version = f"version_{version}" if isinstance(version, int) else version or ""
+        self.save_dir = None if save_dir is None else os.fspath(save_dir)
+        self.name, self.version = name, version
         self._writer: Any = None
 
     @property
     def log_dir(self) -> str | None:
         """The folder of the events."""
-        base = self._save_dir
-        if base is None:
-            if self.run_folder is None:
-                return None
+        if self.save_dir is not None:
+            base = Path(self.save_dir)
+        elif self.run_folder is not None:
             base = self.run_folder / "tensorboard"
-        return str(base / self._name / self._version)
+        else:
+            return None
+        version = f"version_{self.version}" if isinstance(self.version, int) else self.version or ""
+        return str(base / self.name / version)
 
     @property
     def experiment(self) -> Any:
@@ -63,7 +64,7 @@ class TensorBoardLogger(Logger):
         super().on_fit_start(trainer, task)
         _ = self.experiment
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write each value as a scalar."""
         writer = self.experiment
         for name, value in metrics.items():

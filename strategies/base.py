@@ -130,11 +130,11 @@ class Strategy:
         """Return every rank's `value` (anything that can be pickled), in the order of the ranks."""
         return [value]
 
-    def broadcast(self, value: T, *, name: str) -> T:
+    def broadcast(self, value: T, *, name: str = "broadcast") -> T:
         """Return rank 0's `value` (anything that can be pickled) on every rank."""
         return value
 
-    def barrier(self, *, name: str) -> None:
+    def barrier(self, *, name: str = "barrier") -> None:
         """Return when every rank has arrived."""
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], *, name: str) -> None:

@@ -192,14 +192,14 @@ class DDPStrategy(Strategy):
             dist.all_gather_object(values, value, group=self.groups.control)
         return values
 
-    def broadcast(self, value: T, *, name: str) -> T:
+    def broadcast(self, value: T, *, name: str = "broadcast") -> T:
         """Broadcast a pickled object on the control group."""
         values = [value]
         with self._named(name):
             dist.broadcast_object_list(values, src=0, group=self.groups.control)
         return values[0]
 
-    def barrier(self, *, name: str) -> None:
+    def barrier(self, *, name: str = "barrier") -> None:
         """Wait for all ranks on the control group: the device is not touched."""
         with self._named(name):
             dist.barrier(group=self.groups.control)

@@ -7,7 +7,7 @@ from typing import cast
 
 from ..callbacks.callback import Callback
 from ..callbacks.early_stopping import EarlyStopping
-from ..callbacks.logger import Logger
+from ..callbacks.logger import Logger, SilentLogger
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress_bar import ProgressBar
@@ -49,6 +49,7 @@ def all_callbacks(
         raise ValueError("the same callback object is given twice: expected each once.")
     if development:
         callbacks = [c for c in callbacks if not isinstance(c, (Logger, ModelCheckpoint, EarlyStopping))]
+        callbacks.append(SilentLogger())
 
     def missing(kind: type) -> bool:
         return not any(isinstance(callback, kind) for callback in callbacks)

@@ -58,7 +58,7 @@ class EvaluationLoop:
             keep: also return what the step returned, by loader and batch.
         """
         trainer, task = self.trainer, self.task
-        log = MetricLog(trainer.strategy, task, loaders=len(loaders))
+        log = MetricLog(trainer.strategy, task, evaluation=True, loaders=len(loaders))
         before, trainer.active_log = trainer.active_log, log
         kept: list[list[Any]] = []
         # On each rank BatchNorm has seen other samples: rank 0's statistics count, as in the checkpoint.
@@ -69,9 +69,14 @@ class EvaluationLoop:
             for index, loader in enumerate(loaders):
                 kept.append(self._run_loader(index, loader, log, most, keep, several=len(loaders) > 1))
             log.batch = None
-            self._call("epoch_end")
             logged = log.reduce_epoch()
             trainer.publish(logged, log)
+            if self.hooks.of(f"on_{self.stage.name}_epoch_end"):  # they may read what is there, and log more
+                self._call("epoch_end")
+                more = log.reduce_epoch()
+                trainer.publish(more, log)
+                logged.add(more)
+            log.close_epoch()
             self._call("end")
         trainer.active_log = before
         return logged, kept

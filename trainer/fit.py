@@ -71,7 +71,7 @@ class FitRun:
         self._restore_rng()
         limit = config.time_limit()
         self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
-        trainer.training = True
+        trainer.training, trainer.active_log = True, loop.log
         self._call("on_train_start")
         return loop
 
@@ -222,9 +222,11 @@ class FitRun:
             progress.epochs_done = progress.epoch + 1
             if self._validation_due_at_end():
                 self.validate(log)
-        for hook in self.hooks.on_train_epoch_end:
-            hook(trainer, self.task)
         trainer.publish(log.reduce_epoch(with_step=True), log)
+        if self.hooks.on_train_epoch_end:  # they may read what is there, and log more
+            self._call("on_train_epoch_end")
+            trainer.publish(log.reduce_epoch(), log)
+        log.close_epoch()
         trainer.active_log = None
         if whole:
             for config in self.schedulers("epoch"):

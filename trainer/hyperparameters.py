@@ -38,7 +38,7 @@ class HyperparametersMixin:
             object.__setattr__(self, "_hparams", kept)
         return kept
 
-    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = (), logger: bool = True) -> None:
+    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] | None = None, logger: bool = True) -> None:
         """Keep the arguments of `__init__`, from where it is called, for `hparams`, checkpoints and loggers.
 
         Args:
@@ -50,7 +50,7 @@ class HyperparametersMixin:
             TypeError: a value is no number, string, list or dict of such, and could not be read back from a
                 checkpoint without running code. Leave it out with `ignore`.
         """
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         object.__setattr__(self, "logs_hyperparameters", logger)
         if len(args) == 1 and isinstance(args[0], (Mapping, Namespace)):
             given = vars(args[0]) if isinstance(args[0], Namespace) else cast("Mapping[str, Any]", args[0])

@@ -66,6 +66,7 @@ class TrainingLoop:
         if self.steps_itself or not self.task.automatic_optimization:
             run.cleanup.callback(self._count_steps())
         self.skip_epoch = False
+        self.length: int | None = None
 
     # --- one step --------------------------------------------------------------------------
 
@@ -128,6 +129,7 @@ class TrainingLoop:
         """Announce a micro-batch; return its index in the epoch."""
         batch_idx = self.progress.batch_idx
         self.log.batch = batch
+        self.trainer.is_last_batch = batch_idx + 1 == self.length
         for hook in self.hooks.on_train_batch_start:
             if hook(self.trainer, self.task, batch, batch_idx) == -1:
                 self._skip_rest_of_epoch()
@@ -150,12 +152,12 @@ class TrainingLoop:
         """Train one epoch, or what is left of it: its steps, and after each what is due."""
         run, trainer, progress, log, control = self.run, self.trainer, self.progress, self.log, self.control
         loader = run.loader_of_epoch(progress.epoch)
-        length = loader.length
+        length = self.length = loader.length
         batches = loader.batches(skip=progress.batch_idx)
         run.after_loader_started()
         trainer.active_log = log
         self.task.train()
-        self.skip_epoch = False
+        self.skip_epoch = trainer.is_last_batch = False
         for hook in self.hooks.on_train_epoch_start:
             hook(trainer, self.task)
         remaining = None if length is None else length - progress.batch_idx

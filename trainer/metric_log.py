@@ -31,19 +31,23 @@ class Entry:
 
     __slots__ = (
         "flags", "logger", "metric", "name", "on_epoch", "on_step", "prog_bar", "reduction", "shared", "step",
-        "step_values", "total", "weight",
+        "step_values", "suffixed", "total", "weight",
     )  # fmt: skip
 
-    def __init__(self, name: str, flags: Flags, on_step: bool, on_epoch: bool, reduction: str, metric: Any) -> None:
+    def __init__(
+        self, name: str, flags: Flags, on_step: bool, on_epoch: bool, reduction: str, shared: bool, metric: Any
+    ) -> None:
         self.name, self.flags = name, flags
         self.on_step, self.on_epoch, self.reduction, self.metric = on_step, on_epoch, reduction, metric
         self.prog_bar, self.logger = flags[0], flags[1] is not False
         # Reduced over the ranks, and so the same on all: what may be monitored.
-        self.shared = flags[5] and not flags[7]
+        self.shared = shared
         self.step_values: list[tuple[Tensor | float, int]] = []
         self.step = -1
+        # The epoch's sum; None: nothing was logged since it was last read. Of a torchmetrics object 0, which keeps its own.
         self.total: Tensor | float | None = None
         self.weight = 0
+        self.suffixed = on_step and on_epoch
 
 
 @dataclass
@@ -55,6 +59,12 @@ class Logged:
     for_callbacks: dict[str, float] = field(default_factory=dict[str, float])
     """Only values that are the same on all ranks; under all the names a monitor may use."""
 
+    def add(self, more: Logged) -> None:
+        """Take over what was logged later."""
+        self.for_logger |= more.for_logger
+        self.for_progress_bar |= more.for_progress_bar
+        self.for_callbacks |= more.for_callbacks
+
 
 class MetricLog:
     """All that is logged in one epoch of training, or one evaluation.
@@ -62,8 +72,16 @@ class MetricLog:
     The loop tells it where it stands: `begin_step`, `batch`, `end_step`.
     """
 
-    def __init__(self, strategy: Strategy, task: nn.Module, *, loaders: int = 1, weighted_steps: bool = False) -> None:
-        self._strategy, self._task = strategy, task
+    def __init__(
+        self,
+        strategy: Strategy,
+        task: nn.Module,
+        *,
+        evaluation: bool = False,
+        loaders: int = 1,
+        weighted_steps: bool = False,
+    ) -> None:
+        self._strategy, self._task, self._evaluation = strategy, task, evaluation
         self._entries: dict[str, Entry] = {}
         self._loaders = loaders
         # Where a step's value is a mean over several micro-batches or ranks, their sizes are its weights.
@@ -73,6 +91,7 @@ class MetricLog:
         self.step = 0
         """A number for the step that is running; the value says nothing more."""
         self._reduced_step = 0
+        self._computed: dict[str, Any] = {}
         self.batch: Any = None
         """The micro-batch that is running."""
         self.in_step = False
@@ -104,6 +123,8 @@ class MetricLog:
                 "call, or another name."
             )
         if entry.metric is not None:
+            if entry.on_epoch:
+                entry.total = 0.0
             if not entry.on_step:
                 return
             value = _batch_value(name, value)
@@ -136,7 +157,7 @@ class MetricLog:
         _, _, on_step, on_epoch, reduce_fx, sync_dist, _, rank_zero_only = flags
         on_step = self.in_step if on_step is None else on_step
         on_epoch = not self.in_step if on_epoch is None else on_epoch
-        if on_step and not self.in_step:
+        if on_step and not self.in_step and not (self._evaluation and on_epoch):
             raise ValueError(
                 f"self.log({name!r}, on_step=True) outside of a training batch: step values belong to optimizer steps. "
                 "Use on_epoch=True."
@@ -151,12 +172,15 @@ class MetricLog:
             )
         # A torchmetrics object can only come from a program that imported torchmetrics; we need not.
         metric = value if _is_torchmetric(value) else None
-        if metric is not None and (not sync_dist or rank_zero_only):
+        shared = self._strategy.world_size == 1 or (sync_dist and not rank_zero_only)
+        if metric is not None and not shared:
             raise ValueError(
                 f"self.log({name!r}): a torchmetrics object reduces itself over the ranks; build it with "
                 "sync_on_compute=False instead of sync_dist=False or rank_zero_only=True."
             )
-        return Entry(name, flags, on_step, on_epoch, reduction, metric)
+        entry = Entry(name, flags, on_step and self.in_step, on_epoch, reduction, shared, metric)
+        entry.suffixed = on_step and on_epoch
+        return entry
 
     @staticmethod
     def _accumulate(entry: Entry, value: Tensor | float, size: int) -> None:
@@ -188,24 +212,30 @@ class MetricLog:
         return self._reduce({entry.name: _step_row(entry) for entry in entries}, {}, "step")
 
     def reduce_epoch(self, *, with_step: bool = False) -> Logged:
-        """Reduce the sums of the epoch over the ranks, compute torchmetrics objects, and start anew.
+        """Reduce what was logged for the epoch since the last time, over the ranks; compute torchmetrics objects.
 
-        With `with_step`, the newest step values are reduced along with them, for monitors.
+        Called at the epoch's end, and again after the hooks that may log more. `close_epoch` starts anew. With
+        `with_step`, the newest step values are reduced along, for monitors.
         """
         rows: dict[str, Row] = {}
         metrics: dict[str, Any] = {}
         for entry in self._entries.values():
-            if entry.on_epoch and entry.metric is not None:
+            if entry.total is not None and entry.metric is not None:
                 metrics[entry.name] = entry.metric
-            elif entry.on_epoch and entry.total is not None:
+            elif entry.total is not None:
                 rows[entry.name] = Row(entry.reduction, entry.total, float(entry.weight))
             elif with_step and entry.on_step and entry.step > self._reduced_step:
                 rows[entry.name] = _step_row(entry)
         logged = self._reduce(rows, metrics, "epoch")
         for entry in self._entries.values():
             entry.total, entry.weight = None, 0
-        self.batches = 0
         return logged
+
+    def close_epoch(self) -> None:
+        """Reset the torchmetrics objects; the next epoch begins. Until here, hooks may read them."""
+        for metric in self._computed.values():
+            metric.reset()
+        self._computed, self.batches = {}, 0
 
     def _reduce(self, rows: dict[str, Row], metrics: dict[str, Any], when: str) -> Logged:
         entries = self._entries
@@ -215,14 +245,16 @@ class MetricLog:
         agreed = agree_on_names(self._strategy, shared, paths, _flags_of(entries), self.batches, when)
         for name, flags in agreed.flags.items():  # of a rank that had no batch
             if name not in entries:
-                entries[name] = Entry(name, flags, False, True, "mean", None)
+                entry = entries[name] = Entry(name, flags, False, True, "mean", True, None)
+                entry.suffixed = bool(flags[2])
         values |= reduce_rows(agreed)
         for name in sorted(agreed.metric_paths):
-            values |= _compute(name, self._task.get_submodule(agreed.metric_paths[name]), bool(self.batches))
+            metric = self._computed[name] = self._task.get_submodule(agreed.metric_paths[name])
+            values[name] = _compute(name, metric, updated=bool(self.batches))
         result = Logged()
         for name, value in values.items():
             entry = entries[name]
-            public = f"{name}_{when}" if entry.on_step and entry.on_epoch else name
+            public = f"{name}_{when}" if entry.suffixed else name
             if entry.logger and (when == "step" or entry.on_epoch):  # no step is logged twice
                 result.for_logger[public] = value
             if entry.prog_bar:
@@ -294,10 +326,9 @@ def _attribute_path(task: nn.Module, name: str, metric: Any) -> str:
     )
 
 
-def _compute(name: str, metric: Any, updated: bool) -> dict[str, float]:
+def _compute(name: str, metric: Any, *, updated: bool) -> float:
     with warnings.catch_warnings():
         if not updated:  # no batch on this rank; the others' states come in by the reduction
             warnings.filterwarnings("ignore", message="The ``compute`` method")
         value = metric.compute()
-    metric.reset()
-    return {name: float(_scalar(name, value))}
+    return float(_scalar(name, value))

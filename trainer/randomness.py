@@ -12,8 +12,18 @@ from typing import Any
 import torch
 
 
-def seed_everything(seed: int) -> int:
-    """Seed Python's `random`, numpy (if the program uses it) and torch on all devices; return the seed."""
+def seed_everything(seed: int | None = None, workers: bool = True) -> int:
+    """Seed Python's `random`, numpy (if the program uses it) and torch on all devices.
+
+    Args:
+        seed: from 0 to 2⁶³−1; None: a random one, which differs from rank to rank.
+        workers: here for Lightning's sake; the workers of loaders are always seeded by the Trainer's seed.
+
+    Returns:
+        The seed.
+    """
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(63)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

@@ -98,6 +98,10 @@ class Trainer:
             options["logger"] = logger
         if isinstance(strategy, str):
             options["strategy"] = strategy
+        # None stands for the default, but here, where it says something.
+        options = {
+            name: value for name, value in options.items() if value is not None or name == "check_val_every_n_epoch"
+        }
         given = dataclasses.replace(config or TrainerConfig(), **options)
         self.config = given.resolved()
         environment = Environment.read()
@@ -125,6 +129,10 @@ class Trainer:
         self.stop_reason: str | None = None
         """What `stop` was told on this rank; after fit, on the first rank that asked."""
         self.training = self.validating = self.testing = self.predicting = self.sanity_checking = False
+        self.train_dataloader: Any = None
+        """What gives this rank's training batches."""
+        self.val_dataloaders: list[Any] = []
+        """What gives this rank's validation batches."""
         self._stop_asked = self._has_validation = False
         root = self.config.default_root_dir
         self._run_folder = None if root is None else Path(root)
@@ -133,6 +141,8 @@ class Trainer:
         """The optimizer step at which each of `callback_metrics` was reduced."""
         self.fitting = False
         """Whether fit is running, with the validations in it."""
+        self.is_last_batch = False
+        """Whether the running micro-batch, or the one just done, is the last of its epoch, where that can be known."""
         self.resumed_from: Path | None = None
         """The checkpoint this run goes on from; it is never removed."""
 
@@ -180,6 +190,8 @@ class Trainer:
             self._log_hyperparameters()
             self._has_validation, self.fitting = bool(val_loaders), True
             self.resumed_from = None if checkpoint is None else checkpoint.path
+            self.train_dataloader = train_loader.loader
+            self.val_dataloaders = [prepared.loader for prepared in val_loaders]
             run = FitRun(self, model, hooks, train_loader, val_loaders, source.transfer(), checkpoint)
             with run.cleanup:
                 loop = run.start()
@@ -198,7 +210,7 @@ class Trainer:
         """Run `validation_step` over the validation loaders, every sample once over all ranks.
 
         Args:
-            model: the task; default: that of the last run.
+            model: the task; default: that of the last run, with the weights of its best checkpoint.
             dataloaders: a loader, a list of them, or a DataModule.
             ckpt_path: load these weights first: a path, "best" or "last".
             verbose: print the metrics.
@@ -316,6 +328,16 @@ class Trainer:
         return self.strategy.rank == 0
 
     @property
+    def model(self) -> Task:
+        """The task of the run."""
+        return self.task
+
+    @property
+    def lightning_module(self) -> Task:
+        """The task of the run, as Lightning's callbacks call it."""
+        return self.task
+
+    @property
     def num_devices(self) -> int:
         """Processes, and so devices, on this host."""
         return self.strategy.environment.local_world_size
@@ -340,11 +362,6 @@ class Trainer:
         """Micro-batches of this rank in an epoch; inf where it is not known."""
         known = None if self.plan is None else self.plan.batches_per_epoch
         return float("inf") if known is None else known
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the last micro-batch of the epoch is done, where that can be known."""
-        return self.progress.batch_idx == self.num_training_batches
 
     @property
     def epoch_is_over(self) -> bool:
@@ -493,6 +510,11 @@ class Trainer:
     ) -> tuple[list[dict[str, float]], list[list[Any]]]:
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
+        if task is None and ckpt_path is None and self.checkpoint_callback and self.checkpoint_callback.best_model_path:
+            ckpt_path = "best"
+            self.print(
+                f"{stage_name} without a task takes the best checkpoint: {self.checkpoint_callback.best_model_path}"
+            )
         task = task if task is not None else getattr(self, "task", None)
         if task is None:
             raise ValueError(

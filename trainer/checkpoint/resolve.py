@@ -26,6 +26,9 @@ def checkpoint_to_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | N
         if newest is None:
             return None
         ckpt_path = newest
+    if ckpt_path == "last" and not trainer.strategy.broadcast(_last_path(trainer), name="last checkpoint"):
+        trainer.print("ckpt_path='last': there is no checkpoint yet, so this run starts anew")
+        return None
     checkpoint = read(trainer, ckpt_path)
     theirs = checkpoint.training.get("seed", trainer.seed)
     if trainer.config.seed not in (None, theirs):
@@ -46,11 +49,15 @@ def read(trainer: Trainer, ckpt_path: str | os.PathLike[str]) -> Checkpoint:
     if ckpt_path not in ("best", "last"):
         return read_checkpoint(ckpt_path)
     callback = trainer.checkpoint_callback
-    path = ""
-    if callback is not None:
-        path = callback.best_model_path if ckpt_path == "best" else callback.last_path
-        if not path and ckpt_path == "last":  # a new process, after a run in the same folder
-            path = os.fspath(newest_intact([callback.folder(trainer)]) or "")
+    path = "" if callback is None else callback.best_model_path if ckpt_path == "best" else _last_path(trainer)
     if not path:
         raise CheckpointError(f"ckpt_path={ckpt_path!r}: this Trainer's ModelCheckpoint has saved none. Give a path.")
     return read_checkpoint(path)
+
+
+def _last_path(trainer: Trainer) -> str:
+    """The newest checkpoint of this run, or of one before in the same folder; empty: there is none."""
+    callback = trainer.checkpoint_callback
+    if callback is None:
+        return ""
+    return callback.last_path or os.fspath(newest_intact([callback.folder(trainer)]) or "")

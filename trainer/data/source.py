@@ -79,6 +79,10 @@ class DataSource:
         if config.overfit_batches and kind == "validation":
             limit = config.overfit_batches
             loaders = self._of_holders("train_dataloader") if training_given is None else training_given
+        if isinstance(loaders, Mapping):
+            raise TypeError(
+                f"the {kind} loaders are a dict, which is not supported yet: expected one loader, or a list."
+            )
         several = isinstance(loaders, (list, tuple)) and all(map(_is_loader, cast("list[Any]", loaders)))
         dealing = self._dealing(training=False)
         each: list[Any] = list(cast("list[Any]", loaders)) if several else [loaders]
