@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import nn
 
     from ..trainer import Task, Trainer
@@ -34,7 +32,8 @@ class ModelSummary(Callback):
 def summarize(task: nn.Module, max_depth: int = 1) -> str:
     """The table as text."""
     rows: list[tuple[str, str, str]] = []
-    for name, module in cast("Iterable[tuple[str, nn.Module]]", task.named_modules()):
+    modules: list[tuple[str, nn.Module]] = list(task.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    for name, module in modules:
         depth = name.count(".") + 1
         if name and (max_depth < 0 or depth <= max_depth):
             count = sum(parameter.numel() for parameter in module.parameters())
@@ -51,5 +50,8 @@ def summarize(task: nn.Module, max_depth: int = 1) -> str:
         ]
         lines.insert(1, "─" * len(lines[0]))
         lines.append(lines[1])
+    asleep = [name or "the task" for name, module in modules if not module.training]
+    if asleep:  # said, since a task that was evaluated by hand is easily left so
+        lines.append(f"in eval mode, and left so: {', '.join(asleep[:5])}{', …' if len(asleep) > 5 else ''}")
     lines.append(f"{trainable:,} trainable parameters, {total - trainable:,} not; {size / 2**20:.2f} MiB")
     return "\n".join(lines)

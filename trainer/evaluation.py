@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import inspect
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ class EvaluationLoop:
             keep: also return what the step returned, by loader and batch.
         """
         trainer, task = self.trainer, self.task
+        if len(loaders) > 1:
+            check_takes_loader_index(getattr(task, self.stage.step))
         log = MetricLog(trainer.strategy, task, evaluation=True, loaders=len(loaders))
         before, trainer.active_log = trainer.active_log, log
         kept: list[list[Any]] = []
@@ -76,8 +79,10 @@ class EvaluationLoop:
                 more = log.reduce_epoch()
                 trainer.publish(more, log)
                 logged.add(more)
-            log.close_epoch()
+            trainer.active_log = None  # what is logged from here on would be lost
             self._call("end")
+        # Out of the mode: states made under inference_mode could not be updated in training.
+        log.close_epoch()
         trainer.active_log = before
         return logged, kept
 
@@ -88,7 +93,7 @@ class EvaluationLoop:
         starts, ends = self.hooks.of(f"on_{stage.name}_batch_start"), self.hooks.of(f"on_{stage.name}_batch_end")
         where = (index,) if several else ()
         outputs: list[Any] = []
-        log.dataloader_idx = index
+        log.dataloader_idx, log.batch = index, None
         loader.set_epoch(trainer.current_epoch)
         if most == 0:
             return outputs
@@ -100,7 +105,7 @@ class EvaluationLoop:
                 hook(trainer, task, batch, batch_idx, *where)
             with trainer.strategy.autocast():
                 output = self.step(batch, batch_idx, *where)
-            log.batches += 1
+            log.count_batch()
             for hook in ends:
                 hook(trainer, task, output, batch, batch_idx, *where)
             if keep:
@@ -119,13 +124,26 @@ class EvaluationLoop:
         task, name = self.task, self.stage.name
         modes = [(module, module.training) for module in task.modules()]
         getattr(task, f"on_{name}_model_eval")()
-        with self._without_gradients():
-            yield
-        if overrides(task, f"on_{name}_model_train", Task):
-            getattr(task, f"on_{name}_model_train")()
-        else:
-            for module, training in modes:
-                module.training = training
+        try:
+            with self._without_gradients():
+                yield
+        finally:
+            if overrides(task, f"on_{name}_model_train", Task):
+                getattr(task, f"on_{name}_model_train")()
+            else:
+                for module, training in modes:
+                    module.training = training
 
     def _without_gradients(self) -> AbstractContextManager[Any]:
         return torch.inference_mode() if self.trainer.config.inference_mode else torch.no_grad()
+
+
+def check_takes_loader_index(step: Callable[..., Any]) -> None:
+    """Refuse a step that can't be told which of several loaders a batch is of."""
+    try:
+        inspect.signature(step).bind(None, 0, 0)
+    except TypeError:
+        raise TypeError(
+            f"{step.__qualname__}{inspect.signature(step)} can't be told the loader: with several loaders expected "
+            "(batch, batch_idx, dataloader_idx)."
+        ) from None

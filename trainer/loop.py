@@ -140,7 +140,7 @@ class TrainingLoop:
         self.progress.batch_idx = batch_idx + 1
         self.progress.batches_seen += 1
         self.progress.batches_since_validation += 1
-        self.log.batches += 1
+        self.log.count_batch()
         if self.hooks.on_train_batch_end:
             outputs = _detached(output)
             for hook in self.hooks.on_train_batch_end:
@@ -156,7 +156,6 @@ class TrainingLoop:
         batches = loader.batches(skip=progress.batch_idx)
         run.after_loader_started()
         trainer.active_log = log
-        self.task.train()
         self.skip_epoch = trainer.is_last_batch = False
         for hook in self.hooks.on_train_epoch_start:
             hook(trainer, self.task)

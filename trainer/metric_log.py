@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..strategies.base import Strategy
 from .data.transfer import batch_size_of
-from .metric_reduction import Row, agree_on_names, reduce_rows
+from .metric_reduction import METRIC, Name, Row, agree_on_names, reduce_rows
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _FUNCTIONS: dict[Any, str] = {
@@ -30,7 +30,7 @@ class Entry:
     """One logged name: how it is reduced, the values of the current step, and the sums of the epoch."""
 
     __slots__ = (
-        "flags", "logger", "metric", "name", "on_epoch", "on_step", "prog_bar", "reduction", "shared", "step",
+        "flags", "loader", "logger", "metric", "name", "on_epoch", "on_step", "prog_bar", "reduction", "shared", "step",
         "step_values", "suffixed", "total", "weight",
     )  # fmt: skip
 
@@ -42,6 +42,7 @@ class Entry:
         self.prog_bar, self.logger = flags[0], flags[1] is not False
         # Reduced over the ranks, and so the same on all: what may be monitored.
         self.shared = shared
+        self.loader = -1
         self.step_values: list[tuple[Tensor | float, int]] = []
         self.step = -1
         # The epoch's sum; None: nothing was logged since it was last read. Of a torchmetrics object 0, which keeps its own.
@@ -91,15 +92,15 @@ class MetricLog:
         self.step = 0
         """A number for the step that is running; the value says nothing more."""
         self._reduced_step = 0
-        self._computed: dict[str, Any] = {}
+        self._computed: list[Any] = []
         self.batch: Any = None
         """The micro-batch that is running."""
         self.in_step = False
         """Whether a training batch is running: the default of `on_step`."""
         self.dataloader_idx = 0
         """The loader that is running."""
-        self.batches = 0
-        """Batches seen by this rank. A rank without any takes the others' names."""
+        self.batches: dict[int, int] = {}
+        """Batches this rank has seen of each loader. A rank without any takes the others' names."""
 
     def begin_step(self) -> None:
         """What is logged from here on belongs to a new step."""
@@ -110,9 +111,13 @@ class MetricLog:
         """No training batch is running any more."""
         self.in_step, self.batch = False, None
 
+    def count_batch(self) -> None:
+        """A batch of the running loader is done."""
+        self.batches[self.dataloader_idx] = self.batches.get(self.dataloader_idx, 0) + 1
+
     def record(self, name: str, value: Any, flags: Flags, batch_size: int | None) -> None:
         """Take a value; see `Task.log`."""
-        if self._loaders > 1 and flags[6]:
+        if self._loaders > 1 and flags[6] and self.batch is not None:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         entry = self._entries.get(name)
         if entry is None:
@@ -131,7 +136,8 @@ class MetricLog:
         elif value.__class__ is not Tensor:
             value = _scalar(name, value)
         if value.__class__ is Tensor:
-            value = value.detach()  # no graph is kept alive
+            # No graph is kept alive; a leaf (a parameter, a buffer) may be changed in place before it is read.
+            value = value.detach().clone() if value.is_leaf else value.detach()
             if value.dim():
                 value = _scalar(name, value)
         if entry.on_step:
@@ -173,13 +179,21 @@ class MetricLog:
         # A torchmetrics object can only come from a program that imported torchmetrics; we need not.
         metric = value if _is_torchmetric(value) else None
         shared = self._strategy.world_size == 1 or (sync_dist and not rank_zero_only)
-        if metric is not None and not shared:
+        if metric is not None and shared:
+            shared = self._strategy.world_size == 1 or metric.sync_on_compute
+        elif metric is not None:
             raise ValueError(
                 f"self.log({name!r}): a torchmetrics object reduces itself over the ranks; build it with "
                 "sync_on_compute=False instead of sync_dist=False or rank_zero_only=True."
             )
+        loader = -1 if self.batch is None else self.dataloader_idx
+        if metric is not None and any(e.metric is metric and e.loader != loader for e in self._entries.values()):
+            raise ValueError(
+                f"self.log({name!r}): this torchmetrics object is logged for another loader already, and can't tell their "
+                "samples apart: expected one for each loader (an nn.ModuleList of them)."
+            )
         entry = Entry(name, flags, on_step and self.in_step, on_epoch, reduction, shared, metric)
-        entry.suffixed = on_step and on_epoch
+        entry.suffixed, entry.loader = on_step and on_epoch, loader
         return entry
 
     @staticmethod
@@ -188,13 +202,12 @@ class MetricLog:
             entry.total = value.double() if isinstance(value, Tensor) else value
             if entry.reduction == "mean":
                 entry.total = entry.total * size
-        elif entry.reduction == "mean":
-            if isinstance(entry.total, Tensor) and isinstance(value, Tensor):
-                entry.total.add_(value, alpha=size)
-            else:
-                entry.total = entry.total + value * size
-        elif entry.reduction == "sum":
-            entry.total = entry.total + value
+        elif entry.reduction == "mean" and isinstance(entry.total, Tensor) and isinstance(value, Tensor):
+            entry.total.add_(value, alpha=size)  # computed in float64, since the total is
+        elif entry.reduction in ("mean", "sum"):
+            # A Python number added to a float32 tensor would be a float32.
+            number = value.double() if isinstance(value, Tensor) else value
+            entry.total = entry.total + number * (size if entry.reduction == "mean" else 1)
         else:
             choose = torch.minimum if entry.reduction == "min" else torch.maximum
             entry.total = choose(*(torch.as_tensor(v, dtype=torch.float64) for v in (entry.total, value)))
@@ -232,25 +245,36 @@ class MetricLog:
         return logged
 
     def close_epoch(self) -> None:
-        """Reset the torchmetrics objects; the next epoch begins. Until here, hooks may read them."""
-        for metric in self._computed.values():
+        """Reset the torchmetrics objects, and start anew. Until here, hooks may read them."""
+        for metric in self._computed:
             metric.reset()
-        self._computed, self.batches = {}, 0
+        for entry in self._entries.values():
+            if entry.metric is not None:
+                entry.metric.reset()
+        self._computed, self._entries, self.batches = [], {}, {}
 
     def _reduce(self, rows: dict[str, Row], metrics: dict[str, Any], when: str) -> Logged:
         entries = self._entries
         shared = {name: row for name, row in rows.items() if entries[name].shared}
         values = {name: row.local_value() for name, row in rows.items() if name not in shared}
-        paths = {name: _attribute_path(self._task, name, metric) for name, metric in metrics.items()}
-        agreed = agree_on_names(self._strategy, shared, paths, _flags_of(entries), self.batches, when)
-        for name, flags in agreed.flags.items():  # of a rank that had no batch
-            if name not in entries:
-                entry = entries[name] = Entry(name, flags, False, True, "mean", True, None)
-                entry.suffixed = bool(flags[2])
+        names = [Name(name, row.reduction, entries[name].loader) for name, row in shared.items()]
+        for name, metric in metrics.items():
+            names.append(Name(name, METRIC + _attribute_path(self._task, name, metric), entries[name].loader))
+        names.sort(key=lambda name: name.name)
+        flags = {name.name: entries[name.name].flags for name in names}
+        agreed = agree_on_names(self._strategy, names, shared, flags, self.batches, when)
+        for name, theirs in agreed.flags.items():
+            if name not in entries:  # this rank had no batch that would have logged it
+                entry = entries[name] = Entry(name, theirs, False, True, "mean", True, None)
+                entry.suffixed = bool(theirs[2])
         values |= reduce_rows(agreed)
-        for name in sorted(agreed.metric_paths):
-            metric = self._computed[name] = self._task.get_submodule(agreed.metric_paths[name])
-            values[name] = _compute(name, metric, updated=bool(self.batches))
+        for name in agreed.names:
+            if name.metric_path is not None:
+                metric = self._task.get_submodule(name.metric_path)
+                self._computed.append(metric)
+                if agreed.flags:
+                    _share_state_types(self._strategy, metric)
+                values[name.name] = _compute(name.name, metric)
         result = Logged()
         for name, value in values.items():
             entry = entries[name]
@@ -267,10 +291,6 @@ class MetricLog:
     def unshared_names(self) -> list[str]:
         """Names whose values differ from rank to rank, which nothing may monitor."""
         return [name for name, entry in self._entries.items() if not entry.shared and self._strategy.world_size > 1]
-
-
-def _flags_of(entries: dict[str, Entry]) -> dict[str, Flags]:
-    return {name: entry.flags for name, entry in entries.items()}
 
 
 def _step_row(entry: Entry) -> Row:
@@ -295,10 +315,10 @@ def _scalar(name: str, value: Any) -> Tensor | float:
         raise ValueError(
             f"self.log({name!r}): a tensor of shape {list(value.shape)}, expected a scalar. Reduce it first."
         )
-    if isinstance(value, (int, float)):  # bool, too
-        return float(value)
     try:
-        return float(value)  # numpy's scalars
+        if not isinstance(value, str):
+            return float(value)  # numpy's scalars, too
+        raise TypeError
     except (TypeError, ValueError):
         raise TypeError(
             f"self.log({name!r}): {type(value).__name__} is no number, scalar tensor or torchmetrics.Metric. "
@@ -326,9 +346,25 @@ def _attribute_path(task: nn.Module, name: str, metric: Any) -> str:
     )
 
 
-def _compute(name: str, metric: Any, *, updated: bool) -> float:
+def _compute(name: str, metric: Any) -> float:
     with warnings.catch_warnings():
-        if not updated:  # no batch on this rank; the others' states come in by the reduction
+        if not metric.update_called:  # no batch on this rank; the others' states come in by the reduction
             warnings.filterwarnings("ignore", message="The ``compute`` method")
         value = metric.compute()
     return float(_scalar(name, value))
+
+
+def _share_state_types(strategy: Strategy, metric: Any) -> None:
+    """Give the empty list states of a metric that was never updated the type and shape that they have elsewhere.
+
+    torchmetrics sends an empty float32 for them, which does not fit the integers of the other ranks.
+    """
+    mine: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name in metric._defaults:
+        state = getattr(metric, name)
+        if isinstance(state, list) and state:
+            mine[name] = (cast("Tensor", state[0]).dtype, tuple(cast("Tensor", state[0]).shape[1:]))
+    for theirs in strategy.gather_objects(mine, name="state types"):
+        for name, (dtype, shape) in theirs.items():
+            if not getattr(metric, name):
+                setattr(metric, name, [torch.empty((0, *shape), dtype=dtype, device=strategy.device)])

@@ -9,6 +9,7 @@ same, bit by bit, on all of them.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,11 +19,10 @@ from torch import Tensor
 
 from ..strategies.base import Strategy
 
-# Numbers in the first frame: a header of HEADER, then two for each name.
-FRAME = 64
-HEADER = 3
-
-_METRIC = "torchmetrics object "
+# Numbers in the frame: the digest, then two for each name.
+HEADER = 1
+FRAME = HEADER + 2 * 31
+METRIC = "torchmetrics object "
 
 
 @dataclass(frozen=True)
@@ -38,86 +38,95 @@ class Row:
         value = float(self.value)
         if self.reduction != "mean":
             return value
-        return value / self.weight if self.weight else float("nan")
+        return value / self.weight if self.weight else math.nan
+
+
+@dataclass(frozen=True)
+class Name:
+    """What ranks must agree on: a name, how it is reduced, and where it is logged."""
+
+    name: str
+    reduction: str
+    """`mean`, `sum`, `min` or `max`; or METRIC and a path in the task."""
+    loader: int
+    """The loader whose batches log it; −1: none, it is logged between batches."""
+
+    @property
+    def metric_path(self) -> str | None:
+        """The path of the torchmetrics object in the task."""
+        return self.reduction.removeprefix(METRIC) if self.reduction.startswith(METRIC) else None
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks log: reductions by name, each rank's numbers, and where torchmetrics objects are."""
+    """What all ranks log."""
 
-    reductions: dict[str, str]
-    numbers: list[list[float]]
-    """For each rank that takes part: value and weight of each name, in the order of `reductions`."""
-    metric_paths: dict[str, str]
+    names: list[Name]
+    numbers: dict[str, list[list[float]]]
+    """For each name that is no torchmetrics object, `[value, weight]` of each rank that logged it."""
     flags: dict[str, Any]
+    """The arguments of `self.log` by name, from a rank that had batches; empty where all ranks log the same."""
 
 
 def agree_on_names(
     strategy: Strategy,
+    names: list[Name],
     rows: Mapping[str, Row],
-    metric_paths: Mapping[str, str],
     flags: Mapping[str, Any],
-    batches: int,
+    batches: Mapping[int, int],
     when: str,
 ) -> Agreed:
     """Exchange the rows of all ranks.
 
     Args:
         strategy: carries the frames.
-        rows: this rank's values.
-        metric_paths: this rank's torchmetrics objects, by name: their paths in the task.
-        flags: of each name; handed to ranks that know none.
-        batches: how many this rank has seen. With none it takes the others' names, and adds nothing.
+        names: what this rank logs, sorted by name.
+        rows: its values, for those that are no torchmetrics objects.
+        flags: the arguments of each `self.log`; handed to ranks that know none.
+        batches: how many this rank has seen of each loader. A rank without any takes the others' names.
         when: "step" or "epoch", for the message.
 
     Raises:
-        RuntimeError: on every rank, where a name is missing on one that had batches.
+        RuntimeError: on every rank, where a name is missing on one that had batches of the loader.
     """
-    names = sorted(rows)
-    schema = [(name, rows[name].reduction) for name in names]
-    schema += [(name, _METRIC + path) for name, path in sorted(metric_paths.items())]
-    numbers = _numbers(rows, names, strategy.device) if names else torch.empty(0, dtype=torch.float64)
-    reductions = {name: rows[name].reduction for name in names}
+    valued = [name.name for name in names if name.metric_path is None]
+    numbers = _numbers(rows, valued, strategy.device)
     if strategy.world_size == 1:
-        return Agreed(reductions, [numbers.tolist()], dict(metric_paths), {})
-    digest = int.from_bytes(hashlib.sha256(repr(schema).encode()).digest()[:6], "big")  # exact in a float64
+        return Agreed(names, {name: [pair] for name, pair in zip(valued, _pairs(numbers), strict=True)}, {})
+    digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:6], "big")  # exact in a float64
     frame = torch.zeros(FRAME, dtype=torch.float64, device=strategy.device)
-    frame[:HEADER] = torch.tensor([digest, len(names), batches], dtype=torch.float64)
     first = numbers[: FRAME - HEADER]
+    frame[0] = digest
     frame[HEADER : HEADER + len(first)] = first
     frames = strategy.all_gather(frame, name=f"metrics of the {when}").cpu()
-    if (frames[:, 0] != digest).any():
-        schemas = strategy.gather_objects((schema, bool(batches), dict(flags)), name=f"metric names of the {when}")
-        schema, flags = _common_schema(schemas, when)  # raises, unless the ranks that differ had no batch
-        reductions = {name: kind for name, kind in schema if not kind.startswith(_METRIC)}
-        metric_paths = {name: kind.removeprefix(_METRIC) for name, kind in schema if kind.startswith(_METRIC)}
-    count = 2 * len(reductions)
-    takes_part = [any(row) for row in cast("list[list[float]]", frames[:, 1:HEADER].tolist())]
-    gathered = frames[:, HEADER:]
-    if count > FRAME - HEADER:
-        rest = torch.zeros(count - (FRAME - HEADER), dtype=torch.float64, device=strategy.device)
-        tail = numbers[FRAME - HEADER :]
-        rest[: len(tail)] = tail
-        gathered = torch.cat([gathered, strategy.all_gather(rest, name=f"more metrics of the {when}").cpu()], dim=1)
-    rank_numbers = cast("list[list[float]]", gathered.tolist())
-    kept = [row[:count] for row, part in zip(rank_numbers, takes_part, strict=True) if part]
-    return Agreed(reductions, kept, dict(metric_paths), dict(flags))
+    if (frames[:, 0] != digest).any():  # the same on every rank: one of them differs from another
+        mine = (names, dict(zip(valued, _pairs(numbers), strict=True)), dict(batches), dict(flags))
+        return _common(strategy.gather_objects(mine, name=f"names of the {when}"), when)
+    gathered = frames[:, HEADER : HEADER + len(first)]
+    if len(numbers) > len(first):
+        tails = strategy.all_gather(numbers[len(first) :].contiguous(), name=f"more metrics of the {when}").cpu()
+        gathered = torch.cat([gathered, tails], dim=1)
+    ranks = [_pairs(row) for row in gathered]
+    return Agreed(names, {name: [pairs[index] for pairs in ranks] for index, name in enumerate(valued)}, {})
 
 
 def reduce_rows(agreed: Agreed) -> dict[str, float]:
     """Combine the ranks' numbers: Σ value / Σ weight for `mean`, else the sum, minimum or maximum."""
     result: dict[str, float] = {}
-    for index, (name, reduction) in enumerate(agreed.reductions.items()):
-        values = [row[2 * index] for row in agreed.numbers]
-        if reduction == "mean":
-            weight = sum(row[2 * index + 1] for row in agreed.numbers)
-            result[name] = sum(values) / weight if weight else float("nan")
-        elif reduction == "sum":
-            result[name] = sum(values)
+    for name in agreed.names:
+        if name.metric_path is not None:
+            continue
+        pairs = agreed.numbers[name.name]
+        values = [value for value, _ in pairs]
+        if name.reduction == "mean":
+            weight = sum(weight for _, weight in pairs)
+            result[name.name] = sum(values) / weight if weight else math.nan
+        elif name.reduction == "sum":
+            result[name.name] = sum(values)
         else:
             # torch's, since Python's min and max pass over NaN or not by the order of the values.
             stacked = torch.tensor(values, dtype=torch.float64)
-            result[name] = float(stacked.amin() if reduction == "min" else stacked.amax())
+            result[name.name] = float(stacked.amin() if name.reduction == "min" else stacked.amax())
     return result
 
 
@@ -131,33 +140,46 @@ def _numbers(rows: Mapping[str, Row], names: list[str], device: torch.device) ->
     return torch.stack([values, weights], dim=1).reshape(-1)
 
 
-def _common_schema(schemas: list[tuple[list[tuple[str, str]], bool, dict[str, Any]]], when: str) -> Any:
-    """The schema of the ranks that had batches, and its flags.
+def _pairs(numbers: Tensor) -> list[list[float]]:
+    return cast("list[list[float]]", numbers.reshape(-1, 2).tolist())
+
+
+Told = tuple[list[Name], dict[str, list[float]], dict[int, int], dict[str, Any]]
+
+
+def _common(told: list[Told], when: str) -> Agreed:
+    """The names of all ranks, where those that differ had no batch that would log them.
 
     Raises:
-        RuntimeError: two of them differ.
+        RuntimeError: a rank had batches and did not log, or logged otherwise.
     """
-    active = [
-        (rank, schema, flags) for rank, (schema, had_batches, flags) in enumerate(schemas) if had_batches or schema
-    ]
-    first_rank, first, flags = active[0]
-    for rank, schema, _ in active[1:]:
-        mine, theirs = dict(first), dict(schema)
-        for name in sorted(set(mine) | set(theirs)):
-            if name not in theirs:
-                _missing(name, rank, first_rank, when)
-            if name not in mine:
-                _missing(name, first_rank, rank, when)
-            if mine[name] != theirs[name]:
+    names: dict[str, Name] = {}
+    first_rank: dict[str, int] = {}
+    flags: dict[str, Any] = {}
+    for rank, (theirs, _, _, their_flags) in enumerate(told):
+        for name in theirs:
+            known = names.setdefault(name.name, name)
+            first = first_rank.setdefault(name.name, rank)
+            flags.setdefault(name.name, their_flags.get(name.name))
+            if known.reduction != name.reduction:
                 raise RuntimeError(
-                    f"metric {name!r} is reduced by {theirs[name]!r} on rank {rank}, and by {mine[name]!r} on rank "
-                    f"{first_rank}: expected the same self.log on every rank."
+                    f"metric {name.name!r} is reduced by {name.reduction!r} on rank {rank}, and by {known.reduction!r} on "
+                    f"rank {first}: expected the same self.log on every rank."
                 )
-    return first, flags
-
-
-def _missing(name: str, rank: int, other: int, when: str) -> None:
-    raise RuntimeError(
-        f"metric {name!r} was not logged on rank {rank} in this {when}, but on rank {other}: expected the same names on "
-        "every rank. Log it on every rank, or say that it is local: self.log(…, sync_dist=False)."
-    )
+    for rank, (theirs, _, batches, _) in enumerate(told):
+        missing = names.keys() - {name.name for name in theirs}
+        for name in sorted(missing):
+            loader = names[name].loader
+            had_batches = any(batches.values()) if loader < 0 else batches.get(loader, 0)
+            if had_batches:
+                raise RuntimeError(
+                    f"metric {name!r} was not logged on rank {rank} in this {when}, but on rank {first_rank[name]}: expected "
+                    "the same names on every rank. Log it on every rank, or say that it is local: "
+                    "self.log(…, sync_dist=False)."
+                )
+    numbers = {
+        name: [pairs[name] for _, pairs, _, _ in told if name in pairs]
+        for name in names
+        if names[name].metric_path is None
+    }
+    return Agreed([names[name] for name in sorted(names)], numbers, flags)

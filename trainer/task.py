@@ -202,7 +202,10 @@ class Task(HyperparametersMixin, nn.Module):
             )
         log = None if self._trainer is None else self._trainer.active_log
         if log is None:
-            raise RuntimeError(f"self.log({name!r}) outside of a run: log from a step or a hook between start and end.")
+            raise RuntimeError(
+                f"self.log({name!r}) where no epoch is running: log from a step, or a hook between on_train_start and "
+                "on_train_epoch_end, on_validation_start and on_validation_epoch_end, on_test_start and on_test_epoch_end."
+            )
         log.record(
             name, value, (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only),
             batch_size,

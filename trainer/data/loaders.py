@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from ...strategies.base import Strategy
 from ..randomness import derived_seed
-from .sampling import SeededOrder, Shard, ShuffledOrder, has_length, set_epoch
+from .sampling import SeededOrder, Shard, ShuffledOrder, generators_of, has_length, set_epoch
 
 
 @dataclass
@@ -54,14 +54,14 @@ class PreparedLoader:
 
         Where we deal the samples, the skipped ones are not read; else they are read and dropped.
         """
-        if skip and self.shard is not None:
+        if self.shard is not None:
             over_batches = isinstance(getattr(self.loader, "batch_sampler", None), Shard)
             per_batch = 1 if over_batches else self.batch_size or 1
             self.shard.start = skip * per_batch * self.shard.world_size
-            skipped = iter(self.loader)
+            left = iter(self.loader)
         else:
-            skipped = islice(iter(self.loader), skip, None) if skip else iter(self.loader)
-        return skipped if self.length is None else islice(skipped, self.length - skip)
+            left = islice(iter(self.loader), skip, None) if skip else iter(self.loader)
+        return left if self.length is None else islice(left, self.length - skip)
 
 
 @dataclass(frozen=True)
@@ -108,28 +108,44 @@ def prepare_loader(loader: Any, name: str, limit: int | float, dealing: Dealing)
             f"the {name} loader is an iterator, which is used up after one epoch: expected an iterable, such as a "
             "DataLoader, that starts anew with each `iter`."
         )
-    dealt, shard = _deal(cast("Iterable[Any]", loader), name, dealing)
-    length = len(dealt) if has_length(dealt) else None  # pyright: ignore
-    total = length
-    if length is not None and dealing.strategy.world_size > 1 and shard is not None and not dealing.training:
-        total = len(shard.order)  # pyright: ignore[reportArgumentType]  # on other ranks there may be batches
-    if total == 0:
+    prepared, lengths = _deal(cast("Iterable[Any]", loader), name, dealing)
+    most = _most_batches(prepared, lengths, dealing)
+    if most == 0:
         raise ValueError(_why_empty(loader, name, dealing))
-    return PreparedLoader(dealt, _limited(length, limit, name), shard, _batch_size(dealt), dealing.seed)
+    length = len(prepared.loader) if has_length(prepared.loader) else None  # pyright: ignore
+    prepared.length = _limited(length, most, limit, name)
+    return prepared
 
 
-def _limited(length: int | None, limit: int | float, name: str) -> int | None:
+def _most_batches(prepared: PreparedLoader, lengths: list[int | None], dealing: Dealing) -> int | None:
+    """The batches of the rank that has the most. In training 0 where one rank has none: all would wait for it."""
+    if prepared.shard is None:
+        known = [length for length in lengths if length is not None]
+        if len(known) < len(lengths):
+            return None
+        return 0 if dealing.training and 0 in known else max(known)
+    if not has_length(prepared.loader):
+        return None
+    first = copy.copy(prepared.shard)
+    first.rank = 0
+    batches: Any = getattr(prepared.loader, "batch_sampler", None)
+    if isinstance(batches, BatchSampler):
+        return len(BatchSampler(first, batches.batch_size, batches.drop_last))
+    return len(first)
+
+
+def _limited(length: int | None, most: int | None, limit: int | float, name: str) -> int | None:
     option = LIMITS[name]
     if isinstance(limit, int):
         return limit if length is None else min(length, limit)
     if limit == 1.0:
         return length
-    if length is None:
+    if length is None or most is None:
         raise ValueError(f"{option}={limit}: the {name} loader has no length to take a share of; give a number (int).")
-    share = int(length * limit)
-    if length and not share and limit > 0:
-        raise ValueError(f"{option}={limit} of {length} {name} batches is none: expected at least {1 / length:.3g}.")
-    return share
+    share = int(most * limit)  # of the longest rank, so that it is the same share on any number of ranks
+    if not share and limit > 0:
+        raise ValueError(f"{option}={limit} of {most} {name} batches is none: expected at least {1 / most:.3g}.")
+    return min(length, share)
 
 
 def _why_empty(loader: Any, name: str, dealing: Dealing) -> str:
@@ -151,92 +167,83 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _deal(loader: Iterable[Any], name: str, dealing: Dealing) -> tuple[Iterable[Any], Shard | None]:
-    ranks = dealing.strategy.world_size
-    if not dealing.enabled or not isinstance(loader, DataLoader):
-        return loader, None  # pyright: ignore[reportUnknownVariableType]
-    data_loader = cast("DataLoader[Any]", loader)
-    if isinstance(data_loader.dataset, IterableDataset):
-        if ranks > 1:
-            raise ValueError(
-                f"the {name} loader reads an IterableDataset: on {ranks} ranks every rank would read all of it, and "
-                "dealing it out is not supported yet. Let the dataset yield another share on each rank (RANK and "
-                "WORLD_SIZE are in the environment) and say so with Trainer(use_distributed_sampler=False)."
-            )
-        return data_loader, None
-    sampler, batch_sampler = cast("Any", data_loader.sampler), cast("Any", data_loader.batch_sampler)
-    if (
-        _already_dealt(sampler)
-        or _already_dealt(getattr(batch_sampler, "sampler", None))
-        or _already_dealt(batch_sampler)
-    ):
-        return data_loader, None
-
-    def shard(order: Iterable[Any]) -> Shard:
-        return Shard(order, dealing.strategy.rank, ranks, even=dealing.training)
-
-    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-        # A batch sampler of the user's own: whole batches are dealt out.
-        dealt = shard(SeededOrder(batch_sampler, dealing.seed))
-        samplers: dict[str, Any] = {"batch_sampler": dealt}
-    elif batch_sampler is not None:
-        dealt = shard(_order(batch_sampler.sampler, data_loader, dealing))
-        samplers = {"sampler": dealt, "batch_size": batch_sampler.batch_size, "drop_last": batch_sampler.drop_last}
+def _deal(loader: Iterable[Any], name: str, dealing: Dealing) -> tuple[PreparedLoader, list[int | None]]:
+    """The loader with this rank's samples, whose length is not known yet; and the length it had on each rank."""
+    dealable = dealing.enabled and isinstance(loader, DataLoader)
+    data_loader = cast("DataLoader[Any]", loader) if dealable else None
+    sampler, batch_size, drop_last = _sampler_of(data_loader)
+    seed, lengths = _agree(loader, data_loader, sampler, name, dealing)
+    if data_loader is None or sampler is None:
+        return PreparedLoader(cast("Any", loader), None, None, _batch_size(loader), dealing.seed), lengths
+    order = _order(sampler, len(data_loader.dataset), seed, dealing)  # pyright: ignore
+    shard = Shard(order, dealing.strategy.rank, dealing.strategy.world_size, even=dealing.training)
+    if batch_size is None and data_loader.batch_sampler is not None:
+        changed: dict[str, Any] = {"batch_sampler": shard}  # whole batches are dealt out
+    elif data_loader.batch_sampler is not None:
+        changed = {"sampler": shard, "batch_sampler": BatchSampler(shard, batch_size or 1, drop_last)}
     else:
-        dealt = shard(_order(sampler, data_loader, dealing))
-        samplers = {"sampler": dealt, "batch_size": None}
-    replaced = _rebuilt(data_loader, name, ranks, samplers)
-    return (data_loader, None) if replaced is None else (replaced, dealt)
+        changed = {"sampler": shard}
+    # A copy, since the class of the loader may have a constructor of its own; it has begun no iteration.
+    # A new iterator draws a seed for its workers. From a generator of its own the draw disturbs nobody: a resumed run,
+    # or one with another validation, trains with the same random numbers.
+    dealt = copy.copy(data_loader)
+    vars(dealt).update(changed, generator=torch.Generator(), _iterator=None)
+    return PreparedLoader(dealt, None, shard, _batch_size(loader), dealing.seed), lengths
 
 
-def _order(sampler: Any, loader: DataLoader[Any], dealing: Dealing) -> Iterable[Any]:
-    length = len(loader.dataset)  # pyright: ignore
+def _sampler_of(loader: DataLoader[Any] | None) -> tuple[Any, int | None, bool]:
+    """What is to be dealt: a sampler with its batch size and drop_last, or a batch sampler; None: nothing."""
+    if loader is None or isinstance(loader.dataset, IterableDataset):
+        return None, None, False
+    sampler, batch_sampler = cast("Any", loader.sampler), cast("Any", loader.batch_sampler)
+    if any(map(_already_dealt, (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)))):
+        return None, None, False
+    if batch_sampler is None:
+        return sampler, None, False
+    if type(batch_sampler) is not BatchSampler:  # of the user's own
+        return batch_sampler, None, False
+    return batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
+
+
+def _agree(
+    given: Any, loader: DataLoader[Any] | None, sampler: Any, name: str, dealing: Dealing
+) -> tuple[int, list[int | None]]:
+    """The seed of the order, and each rank's number of batches before anything is dealt.
+
+    A generator of the user's stands for its seed; rank 0's counts, or shards would overlap.
+
+    Raises:
+        ValueError: the ranks' datasets differ in length, or an IterableDataset would be read whole by each.
+    """
+    ranks = dealing.strategy.world_size
+    if loader is not None and isinstance(loader.dataset, IterableDataset) and ranks > 1:
+        raise ValueError(
+            f"the {name} loader reads an IterableDataset: on {ranks} ranks every rank would read all of it, and "
+            "dealing it out is not supported yet. Let the dataset yield another share on each rank (RANK and "
+            "WORLD_SIZE are in the environment) and say so with Trainer(use_distributed_sampler=False)."
+        )
+    generators = generators_of(sampler)
+    own = generators[0].initial_seed() if generators else None
+    samples = len(loader.dataset) if loader is not None and sampler is not None else None  # pyright: ignore
+    length = len(given) if has_length(given) else None
+    told = dealing.strategy.gather_objects((samples, own, length), name=f"{name} data")
+    datasets, seeds, lengths = (list(values) for values in zip(*told, strict=True))
+    if len(set(datasets)) > 1:
+        each = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(datasets))
+        raise ValueError(
+            f"the {name} dataset differs from rank to rank ({each} samples): expected the same on every rank, from which "
+            "each is dealt its share. If each rank reads a share of its own, say so with use_distributed_sampler=False."
+        )
+    return dealing.seed if seeds[0] is None else seeds[0], lengths
+
+
+def _order(sampler: Any, length: int, seed: int, dealing: Dealing) -> Iterable[Any]:
     if type(sampler) is SequentialSampler:
         return range(length)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
-        if not dealing.shuffle:
-            return range(length)
-        # A generator given by the user stands for its seed; rank 0's counts, or the shards would overlap.
-        generator: torch.Generator | None = cast("Any", sampler).generator
-        own = None if generator is None else generator.initial_seed()
-        own = dealing.strategy.broadcast(own, name="seed of the sampler")
-        return ShuffledOrder(length, dealing.seed if own is None else own)
-    return SeededOrder(sampler, dealing.seed)
+        return ShuffledOrder(length, seed) if dealing.shuffle else range(length)
+    return SeededOrder(sampler, seed)
 
 
 def _already_dealt(sampler: Any) -> bool:
     return isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
-
-
-_OPTIONS = (
-    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
-    "persistent_workers", "pin_memory_device", "in_order",
-)  # fmt: skip
-
-
-def _rebuilt(loader: DataLoader[Any], name: str, ranks: int, samplers: dict[str, Any]) -> DataLoader[Any] | None:
-    """A loader of the same class and options around our sampler.
-
-    None: its class takes other arguments, and on one rank it can stay as it is.
-    """
-    options = {
-        option: getattr(loader, option) for option in _OPTIONS if getattr(loader, option, None) not in (None, "")
-    }
-    # A new iterator draws a seed for its workers. From a generator of its own the draw disturbs nobody: a resumed run,
-    # or one with another validation, trains with the same random numbers.
-    options["generator"] = torch.Generator()
-    kind = cast("Any", type(loader))
-    if kind is not DataLoader:
-        parameters = inspect.signature(kind.__init__).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            missing = [option for option in ("dataset", "generator", *samplers) if option not in parameters]
-            if missing:
-                if ranks == 1:
-                    return None
-                raise TypeError(
-                    f"the {name} loader is a {kind.__name__}, whose __init__ takes no {', '.join(missing)}: its samples "
-                    f"can't be dealt to {ranks} ranks. Let it take a sampler, or deal them yourself and say so with "
-                    "Trainer(use_distributed_sampler=False)."
-                )
-            options = {option: value for option, value in options.items() if option in parameters}
-    return cast("DataLoader[Any]", kind(loader.dataset, **options, **samplers))

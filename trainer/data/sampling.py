@@ -52,6 +52,8 @@ class SeededOrder(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         seed = derived_seed(self.seed, self.epoch, "sampler")
+        for generator in generators_of(self.sampler):
+            generator.manual_seed(seed)
         if has_length(self.sampler):
             with seeded_rng(seed):
                 order = list(self.sampler)
@@ -91,7 +93,7 @@ class Shard(Sampler[Any]):
     def __init__(self, order: Iterable[Any], rank: int, world_size: int, *, even: bool) -> None:
         self.order, self.rank, self.world_size, self.even = order, rank, world_size, even
         self.start = 0
-        """Items of the global order, a multiple of world_size, that the next iteration begins behind."""
+        """Items of the global order, a multiple of world_size, behind which an iteration begins."""
 
     @property
     def dropped(self) -> int:
@@ -105,8 +107,7 @@ class Shard(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         stop = len(self) * self.world_size if self.even and has_length(self.order) else None
-        start, self.start = self.start, 0
-        return islice(self.order, start + self.rank, stop, self.world_size)
+        return islice(self.order, self.start + self.rank, stop, self.world_size)
 
 
 def has_length(items: Any) -> bool:
@@ -118,6 +119,17 @@ def has_length(items: Any) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return True
+
+
+def generators_of(sampler: Any) -> list[torch.Generator]:
+    """The random generators of a sampler and of those nested in it."""
+    found: list[torch.Generator] = []
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found.append(generator)
+        sampler = getattr(sampler, "sampler", None)
+    return found
 
 
 def set_epoch(holder: Any, epoch: int) -> None:
