@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LOG_INTERVAL = 50  # steps
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE, FEATURES, CLASSES = 16, 32, 10
 
@@ -43,13 +44,13 @@ class Settings:
     """`bare`: nothing beside the training. `logging`: a progress bar, TensorBoard, the loss logged in each step and
     written in every 50th. `typical`: the same, and a checkpoint in every epoch."""
     model: str
-    """`tiny`: two layers; `wide`: four of 1024; `deep`: 42 of 64."""
+    """`tiny`: two layers; `wide`: four of 1024; `deep`: 42 of 64; `large` (for memory.py): 14 of 2048."""
     steps: int
     """Steps of an epoch."""
     epochs: int
     """Epochs that are timed; one more goes before them."""
     block: int
-    """Steps of a turn. Where the loss is written, it is written once in a block, in its last step."""
+    """Steps of a turn."""
 
     @property
     def logs(self) -> bool:
@@ -87,11 +88,12 @@ class Turns:
             yield self.items[step % len(self.items)]
 
     def turn(self, step: int) -> None:
-        """End the other's block, and run the raw loop's next one."""
+        """End the other's block, which came before `step`, and let the raw loop run the next one."""
         now = time.perf_counter()
-        # The epoch before the first one timed warms up, and its end is not kept either.
+        # The first epoch warms up, and its end is not kept either.
         if self.epoch > 1 or (self.epoch == 1 and step):
-            self.blocks.append(Block(step == 0, self.raw_seconds, now - self.began))
+            kind = "end" if step == 0 else "log" if step % LOG_INTERVAL == 0 and self.settings.logs else "ordinary"
+            self.blocks.append(Block(self.epoch - (step == 0), kind, self.raw_seconds, now - self.began))
         if RANKS > 1:
             dist.barrier()
         began = time.perf_counter()
@@ -103,10 +105,11 @@ class Turns:
 
 
 class Block(NamedTuple):
-    """The time of one block, of the raw loop and of the other, one right after the other."""
+    """One block of the raw loop, and the same one of the other, right after it."""
 
-    ends_epoch: bool
-    """Whether the end of an epoch is in it."""
+    epoch: int
+    kind: str
+    """`end`: the end of an epoch is in it; `log`: the loss is written in it; else `ordinary`."""
     raw: float
     other: float
 
@@ -121,7 +124,7 @@ Run = Callable[[Settings, Path, Iterable[Batch]], None]
 def build_model(kind: str) -> nn.Module:
     """The model, with the same weights every time."""
     torch.manual_seed(0)
-    width, depth = {"tiny": (64, 0), "wide": (1024, 2), "deep": (64, 40)}[kind]
+    width, depth = {"tiny": (64, 0), "wide": (1024, 2), "deep": (64, 40), "large": (2048, 12)}[kind]
     hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, CLASSES))
 
@@ -167,7 +170,7 @@ def raw_blocks(settings: Settings, folder: Path, batches: Iterable[Batch], epoch
             loss.backward()
             optimizer.step()
             step += 1
-            if settings.logs and step % settings.block == 0:
+            if settings.logs and step % LOG_INTERVAL == 0:
                 value = loss.detach()
                 if RANKS > 1:
                     dist.all_reduce(value, dist.ReduceOp.AVG)
@@ -218,7 +221,7 @@ def samestep(settings: Settings, folder: Path, batches: Iterable[Batch]) -> None
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1 + settings.epochs,
-        log_every_n_steps=settings.block,
+        log_every_n_steps=LOG_INTERVAL,
         logger=settings.logs,
         enable_progress_bar=settings.logs,
         enable_checkpointing=settings.saves,
@@ -249,7 +252,7 @@ def lightning(settings: Settings, folder: Path, batches: Iterable[Batch]) -> Non
 
     options: dict[str, Any] = {"barebones": True}
     if settings.logs:
-        options = {"enable_checkpointing": settings.saves, "log_every_n_steps": settings.block}
+        options = {"enable_checkpointing": settings.saves, "log_every_n_steps": LOG_INTERVAL}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -284,7 +287,7 @@ def accelerate(settings: Settings, folder: Path, batches: Iterable[Batch]) -> No
                 optimizer.step()
                 optimizer.zero_grad()
             step += 1
-            if settings.logs and step % settings.block == 0:
+            if settings.logs and step % LOG_INTERVAL == 0:
                 value = accelerator.reduce(loss.detach(), "mean").item()
                 bar.set_postfix(loss=value, refresh=False)
                 accelerator.log({"train/loss": value}, step=step)
@@ -352,25 +355,39 @@ def compare(run: Run, settings: Settings) -> list[Block]:
 
 
 def summary(blocks: list[Block], settings: Settings) -> dict[str, float]:
-    """Microseconds of a step, and ratios to the raw loop: of a step, and of a step with its share of an epoch's end.
+    """Microseconds of a step, and ratios to the raw loop: of a step, and of an epoch with what ends it.
 
-    Each block of the other is compared with the block of the raw loop right before it, and the median is taken: a
-    machine that is slow for a while slows both, and an interruption hits one block of many.
+    Of the blocks of one kind in one epoch the lower quartile counts, for either side: so few interruptions stay out,
+    and many do no harm where they hit both. The ratio is taken epoch by epoch, since a machine may be slow for
+    seconds; their median is the result.
     """
-    inside = [block for block in blocks if not block.ends_epoch]
-    ends = [block for block in blocks if block.ends_epoch]
-    raw_block = statistics.median(block.raw for block in inside)
-    ratio = statistics.median(block.other / block.raw for block in inside)
-    raw_end = statistics.median(block.raw for block in ends) - raw_block
-    other_end = statistics.median(block.other for block in ends) - raw_block * ratio
-    blocks_of_epoch = settings.steps / settings.block
-    epoch = (blocks_of_epoch * raw_block * ratio + other_end) / (blocks_of_epoch * raw_block + raw_end)
+    ends = [block for block in blocks if block.kind == "end"]
+    raw_end, other_end = (statistics.median(getattr(block, side) for block in ends) for side in ("raw", "other"))
+    raw_step: list[float] = []
+    step_ratios: list[float] = []
+    epoch_ratios: list[float] = []
+    for epoch in sorted({block.epoch for block in ends}):
+        inside = [block for block in blocks if block.epoch == epoch and block.kind != "end"]
+        raw_inside, other_inside = (
+            sum(
+                len(times) * statistics.quantiles(times)[0]
+                for kind in ("ordinary", "log")
+                if len(times := [getattr(block, side) for block in inside if block.kind == kind]) > 1
+            )
+            for side in ("raw", "other")
+        )
+        raw_step.append(raw_inside / (len(inside) * settings.block))
+        step_ratios.append(other_inside / raw_inside)
+        epoch_ratios.append((other_inside + other_end) / (raw_inside + raw_end))
+    raw_us, step = 1e6 * statistics.median(raw_step), statistics.median(step_ratios)
+    block_ms = 1e-3 * raw_us * settings.block
     return {
-        "raw_us": 1e6 * raw_block / settings.block,
-        "step_ratio": ratio,
-        "epoch_ratio": epoch,
-        "raw_end_ms": 1e3 * raw_end,
-        "end_ms": 1e3 * other_end,
+        "raw_us": raw_us,
+        "other_us": raw_us * step,
+        "step_ratio": step,
+        "epoch_ratio": statistics.median(epoch_ratios),
+        "raw_end_ms": 1e3 * raw_end - block_ms,
+        "other_end_ms": 1e3 * other_end - block_ms * step,
     }
 
 
@@ -381,8 +398,8 @@ def main() -> None:
     add_options(parser)
     arguments = parser.parse_args()
     settings = Settings(arguments.mode, arguments.model, arguments.steps, arguments.epochs, arguments.block)
-    if settings.steps % settings.block:
-        parser.error(f"--steps {settings.steps} is no multiple of --block {settings.block}")
+    if settings.steps % LOG_INTERVAL or LOG_INTERVAL % settings.block:
+        parser.error(f"--steps {settings.steps}: expected a multiple of {LOG_INTERVAL}, and --block a divisor of it")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -407,9 +424,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What this and compare.py take."""
     parser.add_argument("--mode", choices=["bare", "logging", "typical"], default="bare")
     parser.add_argument("--model", choices=["tiny", "wide", "deep"], default="tiny")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of an epoch")
-    parser.add_argument("--epochs", type=int, default=5, help="timed epochs")
-    parser.add_argument("--block", type=int, default=50, help="steps of a turn")
+    parser.add_argument("--steps", type=int, default=500, help="steps of an epoch")
+    parser.add_argument("--epochs", type=int, default=10, help="timed epochs")
+    parser.add_argument("--block", type=int, default=5, help="steps of a turn")
     parser.add_argument("--blocks", action="store_true", help="print the time of every block, too")
 
 

@@ -16,8 +16,9 @@ from samestep.callbacks.logger import Logger
 from samestep.trainer import Task
 from tasks import ScalarWeight, quiet_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from torchmetrics import CatMetric, MeanMetric, SumMetric
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryRecall
 
 
 class Keeping(Logger):
@@ -262,6 +263,9 @@ def test_a_name_logged_in_some_micro_batches_only_is_their_mean() -> None:
 class LogsFromHooks(Logs):
     """Logs from everywhere in an epoch."""
 
+    def on_train_start(self) -> None:
+        self.log("train start", 5.0)
+
     def on_train_epoch_start(self) -> None:
         self.log("epoch start", 1.0 + self.current_epoch)
 
@@ -278,20 +282,64 @@ class LogsFromHooks(Logs):
         self.log("epoch end", 3.0 + self.current_epoch)
 
 
-def log_from_hooks() -> list[tuple[int, dict[str, float]]]:
-    return fit(LogsFromHooks(lambda *_: None), torch.ones(4), 1, max_epochs=2)[0].lines
+def log_from_hooks() -> list[dict[str, list[tuple[int, float]]]]:
+    names = ("train start", "epoch start", "batch start", "after backward", "batch end", "epoch end")
+    logger, monitored = fit(LogsFromHooks(lambda *_: None), torch.ones(4), 1, max_epochs=2)
+    assert set(monitored) == set(names)
+    return [{name: logger.points(name) for name in names}]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hooks_of_a_batch_log_at_steps_and_others_at_the_epochs_end(ranks: int) -> None:
     steps = 4 // ranks
-    expected: list[tuple[int, dict[str, float]]] = []
-    for epoch in range(2):
-        for batch in range(steps):
-            line = {"batch start": float(batch), "after backward": 2.0, "batch end": 1.0}
-            expected.append((epoch * steps + batch + 1, line))
-        expected.append(((epoch + 1) * steps, {"epoch start": 1.0 + epoch, "epoch end": 3.0 + epoch}))
-    assert on_ranks(log_from_hooks, ranks)[0] == expected
+    each = [(epoch * steps + batch + 1, batch) for epoch in range(2) for batch in range(steps)]
+    assert on_ranks(log_from_hooks, ranks)[0] == [
+        {
+            "train start": [(steps, 5.0)],
+            "epoch start": [(steps, 1.0), (2 * steps, 2.0)],
+            "batch start": [(step, float(batch)) for step, batch in each],
+            "after backward": [(step, 2.0) for step, _ in each],
+            "batch end": [(step, 1.0) for step, _ in each],
+            "epoch end": [(steps, 3.0), (2 * steps, 4.0)],
+        }
+    ]
+
+
+class ReadsAtTheEnd(Logs):
+    """At an epoch's end its metrics can be read, and the torchmetrics objects still hold their states."""
+
+    def __init__(self, *arguments: Any, **metrics: Any) -> None:
+        super().__init__(*arguments, **metrics)
+        self.read: list[tuple[float, float]] = []
+
+    def read_metrics(self) -> None:
+        mean = float(self.trainer.callback_metrics["mean"])
+        self.read.append((mean, float(self.metrics["mean"].compute())))
+        self.log("twice", 2 * mean)
+
+    def on_train_epoch_end(self) -> None:
+        self.read_metrics()
+
+    def on_validation_epoch_end(self) -> None:
+        self.read_metrics()
+
+
+def read_at_the_end() -> tuple[list[tuple[float, float]], float, list[tuple[float, float]], dict[str, float]]:
+    def step(task: Logs, batch: Tensor, batch_idx: int) -> None:
+        task.metrics["mean"].update(batch)
+        task.log("mean", task.metrics["mean"], on_step=False, on_epoch=True)
+
+    task = ReadsAtTheEnd(step, mean=MeanMetric())
+    _, monitored = fit(task, torch.tensor([1.0, 2.0, 6.0, 7.0]), 1, max_epochs=2)
+    read, task.read = task.read, []
+    (result,) = quiet_trainer().validate(task, DataLoader(torch.tensor([3.0, 5.0]), 1), verbose=False)
+    return read, monitored["twice"], task.read, result
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_metrics_of_an_epoch_can_be_read_at_its_end(ranks: int) -> None:
+    for outcome in on_ranks(read_at_the_end, ranks):
+        assert outcome == ([(4.0, 4.0)] * 2, 8.0, [(4.0, 4.0)], {"mean": 4.0, "twice": 8.0})
 
 
 def test_a_step_value_logged_between_two_steps_that_log_is_shown_at_the_second() -> None:
@@ -433,6 +481,48 @@ def test_a_torchmetrics_object_is_logged_at_steps_and_at_the_epochs_end() -> Non
     assert run_ranks(metrics_at_steps_and_epochs, 2)[0] == [(1, {"mean_step": 3.5}), (1, {"mean_epoch": 3.5})]
 
 
+class Grouped(ScalarWeight):
+    """Its metrics share their states."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.scores = MetricCollection([BinaryAccuracy(), BinaryPrecision(), BinaryRecall()], prefix="train/")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores, targets = batch
+        self.scores(scores, targets)
+        self.log_dict(self.scores, on_step=True, on_epoch=True)
+        return super().training_step(scores, batch_idx)
+
+
+def scores_and_targets() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.rand(12, generator=generator), torch.randint(2, (12,), generator=generator)
+
+
+def log_collection() -> list[tuple[int, dict[str, float]]]:
+    return fit(Grouped(), TensorDataset(*scores_and_targets()), 4, max_epochs=2)[0].lines
+
+
+def test_a_collection_of_torchmetrics_is_logged_at_steps_and_at_the_epochs_end() -> None:
+    scores, targets = scores_and_targets()
+    metrics = [BinaryAccuracy(), BinaryPrecision(), BinaryRecall()]
+
+    def right(where: str, part: slice) -> Any:
+        values = {
+            f"train/{type(metric).__name__}_{where}": metric(scores[part], targets[part]).item() for metric in metrics
+        }
+        return pytest.approx(values, rel=1e-6)
+
+    whole = right("epoch", slice(None))
+    parts = [right("step", slice(at, at + 4)) for at in (0, 4, 8)]
+    assert log_collection() == [
+        (1, parts[0]), (2, parts[1]), (3, parts[2]), (3, whole), (4, parts[0]), (5, parts[1]), (6, parts[2]), (6, whole)
+    ]  # fmt: skip
+    ends = [line for _, line in run_ranks(log_collection, 2)[0] if "train/BinaryRecall_epoch" in line]
+    assert ends == [whole, whole]
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -482,10 +572,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, int], None], type[Exception], st
         only_updated, ValueError,
         r"self\.log\('a', on_step=True\): the metric has no value of the batch.*on_step=False, on_epoch=True",
     ),
-    "metric of one rank": (
-        lambda task, batch, _: task.log("a", task.metrics["mean"], on_epoch=True, on_step=False, sync_dist=False),
-        ValueError, r"self\.log\('a'\): a torchmetrics object reduces itself over the ranks",
-    ),
 }  # fmt: skip
 
 
@@ -496,9 +582,23 @@ def test_what_can_not_be_logged_is_refused_by_name(wrong: str) -> None:
         fit(Logs(step, mean=MeanMetric()), torch.ones(2), 1)
 
 
+def log_metric_of_one_rank(arguments: dict[str, Any]) -> None:
+    def step(task: Logs, batch: Tensor, batch_idx: int) -> None:
+        task.metrics["mean"].update(batch)
+        task.log("a", task.metrics["mean"], **arguments)
+
+    quiet_trainer().validate(Logs(step, mean=MeanMetric()), DataLoader(torch.ones(2)), verbose=False)
+
+
+def test_a_torchmetrics_object_of_one_rank_is_refused_on_every_rank() -> None:
+    for arguments in OWN:
+        for error in errors_of_ranks(log_metric_of_one_rank, 2, arguments):
+            assert "self.log('a'): a torchmetrics object reduces itself over the ranks" in error
+
+
 def test_a_step_value_outside_of_a_training_batch_is_refused() -> None:
     message = r"self\.log\('a', on_step=True\) outside of a training batch.*Use on_epoch=True"
-    task = Logs(changed({"on_step": True}, {}))
+    task = Logs(lambda task, batch, _: task.log("a", 1.0, on_step=True, on_epoch=False))
     with pytest.raises(ValueError, match=message):
         quiet_trainer().validate(task, DataLoader(torch.ones(2)), verbose=False)
 
@@ -508,6 +608,18 @@ def test_a_step_value_outside_of_a_training_batch_is_refused() -> None:
 
     with pytest.raises(ValueError, match=message):
         fit(AtTheEnd(), torch.ones(2), 1)
+
+
+def validate_with_step_values() -> dict[str, float]:
+    task = Logs(lambda task, batch, _: task.log("a", batch.mean(), on_step=True, on_epoch=True))
+    (result,) = quiet_trainer().validate(task, DataLoader(torch.tensor([4.0]), 1), verbose=False)
+    return result
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_method_shared_with_validation_logs_its_epoch_there(ranks: int) -> None:
+    # On two ranks, one has no batch.
+    assert on_ranks(validate_with_step_values, ranks) == [{"a": 4.0, "a_epoch": 4.0}] * ranks
 
 
 def test_logging_outside_of_a_run_is_refused() -> None:
@@ -521,6 +633,25 @@ def test_logging_outside_of_a_run_is_refused() -> None:
     quiet_trainer().validate(task, DataLoader(torch.ones(2)), verbose=False)
     with pytest.raises(RuntimeError, match=message):
         task.log("a", 1.0)
+
+
+@pytest.mark.parametrize("stage", ["validation", "test"])
+def test_what_is_logged_when_an_evaluation_is_over_is_refused(stage: str) -> None:
+    # Its metrics are reduced by then: the value would be lost.
+    class AtTheEnd(Task):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def on_validation_end(self) -> None:
+            self.log("a", 1.0)
+
+        def on_test_end(self) -> None:
+            self.log("a", 1.0)
+
+    run = {"validation": quiet_trainer().validate, "test": quiet_trainer().test}[stage]
+    with pytest.raises(RuntimeError, match=rf"self\.log\('a'\).*on_{stage}_epoch_end"):
+        run(AtTheEnd(), DataLoader(torch.ones(2)), verbose=False)
 
 
 def test_a_batch_without_a_size_needs_one_for_a_mean() -> None:
@@ -628,13 +759,10 @@ def test_a_monitor_of_a_value_of_one_rank_is_an_error_on_every_rank(tmp_path: An
             assert f"{monitor} monitors 'own', which was logged with sync_dist=False or rank_zero_only=True" in error
 
 
-@pytest.mark.parametrize("arguments", OWN)
-def test_on_one_rank_a_monitor_of_its_own_value_is_told_why_it_may_not(
-    arguments: dict[str, Any], tmp_path: Any
-) -> None:
-    # Else the program would work on one rank, and fail on two.
-    with pytest.raises(RuntimeError, match="monitors 'own', which was logged with sync_dist=False or rank_zero_only"):
-        monitor_own_value("EarlyStopping", arguments, str(tmp_path))
+@pytest.mark.parametrize("monitor", MONITORS)
+def test_on_one_rank_there_is_nothing_that_could_differ(monitor: str, tmp_path: Any) -> None:
+    for arguments in OWN:
+        monitor_own_value(monitor, arguments, str(tmp_path))
 
 
 # --- what it costs -----------------------------------------------------------------------------

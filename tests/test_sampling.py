@@ -96,7 +96,7 @@ def test_training_shards_are_equally_long_and_disjoint_and_leave_out_the_remaind
         assert [shard.dropped for shard in shards] == [items % ranks] * ranks
 
 
-def test_a_shard_starts_behind_the_items_that_were_consumed_and_once_only() -> None:
+def test_a_shard_starts_behind_the_items_that_were_consumed() -> None:
     for items, ranks in COUNTS:
         for even in (True, False):
             for rank in range(ranks):
@@ -105,7 +105,7 @@ def test_a_shard_starts_behind_the_items_that_were_consumed_and_once_only() -> N
                 for done in range(len(whole) + 1):
                     shard.start = done * ranks
                     assert list(shard) == whole[done:]
-                    assert list(shard) == whole
+                    assert len(shard) == len(whole)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -542,19 +542,18 @@ def test_a_subclass_of_the_loader_stays_one_and_keeps_its_own_arguments(ranks: i
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_subclass_that_takes_a_sampler_is_dealt(ranks: int) -> None:
-    loader = Explicit(range(8), 2)
-    assert dealt_back(of_ranks(loader, ranks)) == list(range(8))
-    assert type(prepared(loader, 0, ranks).loader) is Explicit
+@pytest.mark.parametrize("loader", [Explicit(range(8), 2), Fixed(8)], ids=["explicit", "fixed"])
+def test_a_subclass_is_dealt_whatever_its_constructor_takes(loader: Any, ranks: int) -> None:
+    assert sorted(dealt_back(of_ranks(loader, ranks))) == list(range(8))
+    dealt = prepared(loader, 0, ranks)
+    assert type(dealt.loader) is type(loader)
+    assert batches(dealt, 1) != batches(dealt, 0) or isinstance(loader, Explicit), "not shuffled anew"
 
 
-def test_a_subclass_that_takes_no_sampler_is_kept_on_one_rank_and_refused_on_several() -> None:
-    loader = Fixed(6)
-    assert prepared(loader).loader is loader
-    with pytest.raises(
-        TypeError, match=r"Fixed, whose __init__ takes no dataset, .*sampler.*: its samples can't be dealt to 2 ranks"
-    ):
-        prepared(loader, 0, 2)
+def test_the_users_loader_itself_is_left_alone() -> None:
+    loader = DataLoader(range(8), 2)
+    samples(prepared(loader, 1, 2))
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 # --- what is kept of the loader, and how it is limited ---------------------------------------
@@ -707,6 +706,15 @@ def train_on_uneven_lists() -> None:
 def test_lengths_that_differ_are_named_on_every_rank() -> None:
     for error in errors_of_ranks(train_on_uneven_lists, 2):
         assert "the training loader's length differs (rank 0: 3, rank 1: 4 batches)" in error
+
+
+def train_on_datasets_of_other_lengths() -> None:
+    trained_on(DataLoader(range(8 + torch.distributed.get_rank()), 2, shuffle=True), epochs=1)
+
+
+def test_datasets_that_differ_from_rank_to_rank_are_refused_on_every_rank() -> None:
+    for error in errors_of_ranks(train_on_datasets_of_other_lengths, 2):
+        assert "the training dataset differs from rank to rank (rank 0: 8, rank 1: 9 samples)" in error
 
 
 # --- going on inside an epoch ----------------------------------------------------------------

@@ -61,7 +61,10 @@ def _parse(text: str) -> Any:
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if text[0] in "[{":
-        return OmegaConf.create(text)
+        try:
+            return OmegaConf.create(text)
+        except Exception as error:  # of the YAML reader, which is not ours to name
+            raise ValueError(f"no list or dict: {error}") from None
     for number in (int, float):
         try:
             return number(text)
