@@ -31,7 +31,7 @@ import torch.distributed as dist
 MIB = 2**20
 
 
-class WatchedRounds(step_overhead.Rounds):
+class WatchedBatches(step_overhead.Batches):
     """Ready batches; notes at the start of each epoch how many MiB are resident."""
 
     def __init__(self, steps: int) -> None:
@@ -53,7 +53,7 @@ def train(implementation: str, mode: str) -> None:
     if step_overhead.RANKS > 1:
         dist.init_process_group("gloo")
     settings = step_overhead.Settings(mode, "large", steps=10, epochs=5, block=5)
-    batches = WatchedRounds(settings.steps)
+    batches = WatchedBatches(settings.steps)
     output, sys.stdout, sys.stderr = sys.stdout, step_overhead.Terminal(), step_overhead.Terminal()
     with tempfile.TemporaryDirectory() as folder:
         step_overhead.IMPLEMENTATIONS[implementation](settings, Path(folder), batches)

@@ -196,24 +196,19 @@ def samestep(settings: Settings, folder: Path, batches: Iterable[Batch]) -> None
     """This project."""
     from samestep.trainer import Task, Trainer
 
+    logs = settings.logs
+
     class Classifier(Task):
         def __init__(self) -> None:
             super().__init__()
             self.net = build_model(settings.model)
 
-        if settings.logs:
-
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                x, y = batch
-                loss = F.cross_entropy(self.net(x), y)
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = F.cross_entropy(self.net(x), y)
+            if logs:
                 self.log("train/loss", loss, prog_bar=True)
-                return loss
-
-        else:
-
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                x, y = batch
-                return F.cross_entropy(self.net(x), y)
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return build_optimizer(self)
@@ -222,8 +217,8 @@ def samestep(settings: Settings, folder: Path, batches: Iterable[Batch]) -> None
         accelerator="cpu",
         max_epochs=1 + settings.epochs,
         log_every_n_steps=LOG_INTERVAL,
-        logger=settings.logs,
-        enable_progress_bar=settings.logs,
+        logger=logs,
+        enable_progress_bar=logs,
         enable_checkpointing=settings.saves,
         enable_model_summary=False,
         default_root_dir=str(folder),
@@ -235,6 +230,8 @@ def lightning(settings: Settings, folder: Path, batches: Iterable[Batch]) -> Non
     """Lightning; bare is `barebones=True`."""
     import lightning as L
 
+    logs = settings.logs
+
     class Classifier(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -243,7 +240,7 @@ def lightning(settings: Settings, folder: Path, batches: Iterable[Batch]) -> Non
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y = batch
             loss = F.cross_entropy(self.net(x), y)
-            if settings.logs:
+            if logs:
                 self.log("train/loss", loss, prog_bar=True)
             return loss
 
@@ -319,7 +316,7 @@ class Terminal(io.StringIO):
         return len(text)
 
 
-class Rounds:
+class Batches:
     """Ready batches for the raw loop, as many as an epoch has."""
 
     def __init__(self, steps: int) -> None:
@@ -333,7 +330,7 @@ class Rounds:
             yield self.items[step % len(self.items)]
 
 
-def compare(run: Run, settings: Settings) -> list[Block]:
+def take_turns(run: Run, settings: Settings) -> list[Block]:
     """Train once with both, and return the timed blocks."""
     shared = [tempfile.mkdtemp(prefix="step-overhead-") if RANK == 0 else ""]
     if RANKS > 1:
@@ -341,7 +338,7 @@ def compare(run: Run, settings: Settings) -> list[Block]:
     folder = Path(shared[0])
     (folder / "raw").mkdir(exist_ok=True)
     (folder / "other").mkdir(exist_ok=True)
-    rival = raw_blocks(settings, folder / "raw", Rounds(settings.steps), 2 + settings.epochs)
+    rival = raw_blocks(settings, folder / "raw", Batches(settings.steps), 2 + settings.epochs)
     turns = Turns(settings, rival)
     try:
         run(settings, folder / "other", turns)
@@ -396,6 +393,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("implementation", choices=list(IMPLEMENTATIONS))
     add_options(parser)
+    parser.add_argument("--blocks", action="store_true", help="print the time of every block, too")
     arguments = parser.parse_args()
     settings = Settings(arguments.mode, arguments.model, arguments.steps, arguments.epochs, arguments.block)
     if settings.steps % LOG_INTERVAL or LOG_INTERVAL % settings.block:
@@ -408,7 +406,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     output, sys.stdout, sys.stderr = sys.stdout, Terminal(), Terminal()
     try:
-        blocks = compare(IMPLEMENTATIONS[arguments.implementation], settings)
+        blocks = take_turns(IMPLEMENTATIONS[arguments.implementation], settings)
     finally:
         sys.stdout, sys.stderr = output, sys.__stderr__
     if RANK == 0:
@@ -427,7 +425,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=500, help="steps of an epoch")
     parser.add_argument("--epochs", type=int, default=10, help="timed epochs")
     parser.add_argument("--block", type=int, default=5, help="steps of a turn")
-    parser.add_argument("--blocks", action="store_true", help="print the time of every block, too")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
 # --- paired by name ----------------------------------------------------------------------------
 
 MANY = [f"name {number}" for number in range(40)]
-NAMES = [MANY[:5], MANY[:30], MANY[:31], MANY]  # 30 names fit into the first message between the ranks
+NAMES = [MANY[:5], MANY[:31], MANY[:32], MANY]  # 31 names fit into the first message between the ranks
 
 
 def log_in_own_order(names: list[str]) -> tuple[list[tuple[int, dict[str, float]]], dict[str, float], dict[str, float]]:
@@ -349,6 +349,9 @@ def test_a_step_value_logged_between_two_steps_that_log_is_shown_at_the_second()
 
     logger, _ = fit(Logs(step), torch.ones(16), 1, log_every_n_steps=4)
     assert logger.points("rare") == [(4, 2.0), (8, 5.0), (12, 10.0)]
+    # The first epoch ends with step 11; its last value is shown at step 12.
+    logger, _ = fit(Logs(step), torch.ones(11), 1, log_every_n_steps=4, max_epochs=2)
+    assert logger.points("rare") == [(4, 2.0), (8, 5.0), (12, 10.0), (16, 2.0), (20, 5.0)]
 
 
 def test_an_explicit_batch_size_is_the_weight() -> None:
@@ -418,6 +421,20 @@ def test_a_value_is_what_it_was_when_it_was_logged() -> None:
     assert (monitored["sum"], monitored["mean"], monitored["largest"]) == (0.0, 0.0, 0.0)
 
 
+def test_a_loss_may_be_changed_in_place_after_it_was_logged() -> None:
+    class Scaled(ScalarWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = (self.w * batch).mean()
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
+            loss *= 100
+            return loss
+
+    logger, monitored = fit(Scaled(lr=0.0), torch.ones(1, dtype=torch.float64), 1, precision="64-true")
+    assert logger.points("loss_step") == [(1, 1.0)]
+    assert (monitored["loss_epoch"], monitored["most"]) == (1.0, 1.0)
+
+
 def test_numbers_of_all_kinds_can_be_logged() -> None:
     kinds: dict[str, Any] = {
         "float": 2.0, "int": 2, "bool": True, "tensor": torch.tensor(2.0), "one element": torch.tensor([[2.0]]),
@@ -479,6 +496,45 @@ def test_a_torchmetrics_object_is_logged_at_steps_and_at_the_epochs_end() -> Non
     ]  # fmt: skip
     # On two ranks the samples of each step are dealt in turn: one step of 8 samples.
     assert run_ranks(metrics_at_steps_and_epochs, 2)[0] == [(1, {"mean_step": 3.5}), (1, {"mean_epoch": 3.5})]
+
+
+class StepAndEpoch(ScalarWeight):
+    """Logs one torchmetrics object at steps, and under another name at the epoch's end: as torchmetrics' guide does."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.mean_metric = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean_metric(batch)
+        self.log("step", self.mean_metric)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", self.mean_metric)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean_metric(batch)
+        self.log("running", self.mean_metric)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("end", self.mean_metric)
+
+
+def log_step_and_epoch() -> tuple[Keeping, dict[str, float]]:
+    task = StepAndEpoch()
+    logger, _ = fit(task, torch.tensor([1.0, 2.0, 3.0, 6.0]), 1, max_epochs=2)
+    (result,) = quiet_trainer().validate(task, DataLoader(torch.tensor([3.0, 5.0]), 1), verbose=False)
+    return logger, result
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_torchmetrics_object_is_logged_at_steps_under_one_name_and_at_the_end_under_another(ranks: int) -> None:
+    logger, result = on_ranks(log_step_and_epoch, ranks)[0]
+    steps = [1.0, 2.0, 3.0, 6.0] if ranks == 1 else [1.5, 4.5]
+    assert logger.points("step") == [(at + 1, value) for at, value in enumerate(steps * 2)]
+    assert logger.points("epoch") == [(len(steps), 3.0), (2 * len(steps), 3.0)]
+    assert result == {"running": 4.0, "end": 4.0}
 
 
 class Grouped(ScalarWeight):
@@ -624,7 +680,7 @@ def test_a_step_method_shared_with_validation_logs_its_epoch_there(ranks: int) -
 
 def test_logging_outside_of_a_run_is_refused() -> None:
     task = Logs(lambda *_: None)
-    message = r"self\.log\('a'\) outside of a run: log from a step or a hook"
+    message = r"self\.log\('a'\) where no epoch is running: log from a step, or a hook between"
     with pytest.raises(RuntimeError, match=message):
         task.log("a", 1.0)
     fit(task, torch.ones(2), 1)
@@ -783,8 +839,8 @@ def collectives_of_steps(names: int) -> tuple[int, int, int]:
 
 
 def test_names_are_reduced_together_and_only_at_steps_that_log() -> None:
-    assert run_ranks(collectives_of_steps, 2, 30) == [(4, 2, 0)] * 2
-    assert run_ranks(collectives_of_steps, 2, 31) == [(4, 2, 6)] * 2
+    assert run_ranks(collectives_of_steps, 2, 31) == [(4, 2, 0)] * 2
+    assert run_ranks(collectives_of_steps, 2, 32) == [(4, 2, 6)] * 2
 
 
 class Releasing(Callback):

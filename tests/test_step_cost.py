@@ -218,7 +218,7 @@ def steps_of(mode: str, folder: str, calls: bool, kind: type[Task] | None = None
 
 def raw_steps() -> list[Step]:
     """The same training by hand, under DDP."""
-    counting = Counting(Counter(), calls=False)
+    counting = Counting(Counter[str](), calls=False)
     model = nn.parallel.DistributedDataParallel(Bare().net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     with counting:

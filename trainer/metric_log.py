@@ -136,8 +136,7 @@ class MetricLog:
         elif value.__class__ is not Tensor:
             value = _scalar(name, value)
         if value.__class__ is Tensor:
-            # No graph is kept alive; a leaf (a parameter, a buffer) may be changed in place before it is read.
-            value = value.detach().clone() if value.is_leaf else value.detach()
+            value = value.detach().clone()  # no graph is kept alive, and it may be changed in place before it is read
             if value.dim():
                 value = _scalar(name, value)
         if entry.on_step:
@@ -187,7 +186,8 @@ class MetricLog:
                 "sync_on_compute=False instead of sync_dist=False or rank_zero_only=True."
             )
         loader = -1 if self.batch is None else self.dataloader_idx
-        if metric is not None and any(e.metric is metric and e.loader != loader for e in self._entries.values()):
+        others = {e.loader for e in self._entries.values() if metric is not None and e.metric is metric}
+        if loader >= 0 and others - {loader, -1}:
             raise ValueError(
                 f"self.log({name!r}): this torchmetrics object is logged for another loader already, and can't tell their "
                 "samples apart: expected one for each loader (an nn.ModuleList of them)."
@@ -251,7 +251,9 @@ class MetricLog:
         for entry in self._entries.values():
             if entry.metric is not None:
                 entry.metric.reset()
-        self._computed, self._entries, self.batches = [], {}, {}
+        # A step value that waits for the next step that logs is not lost with the epoch.
+        waiting = {name: entry for name, entry in self._entries.items() if entry.step > self._reduced_step}
+        self._computed, self._entries, self.batches = [], waiting, {}
 
     def _reduce(self, rows: dict[str, Row], metrics: dict[str, Any], when: str) -> Logged:
         entries = self._entries
@@ -259,7 +261,8 @@ class MetricLog:
         values = {name: row.local_value() for name, row in rows.items() if name not in shared}
         names = [Name(name, row.reduction, entries[name].loader) for name, row in shared.items()]
         for name, metric in metrics.items():
-            names.append(Name(name, METRIC + _attribute_path(self._task, name, metric), entries[name].loader))
+            path = _attribute_path(self._task, name, metric)
+            names.append(Name(name, METRIC + path, entries[name].loader, metric.update_called))
         names.sort(key=lambda name: name.name)
         flags = {name.name: entries[name.name].flags for name in names}
         agreed = agree_on_names(self._strategy, names, shared, flags, self.batches, when)

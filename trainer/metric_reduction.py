@@ -50,6 +50,8 @@ class Name:
     """`mean`, `sum`, `min` or `max`; or METRIC and a path in the task."""
     loader: int
     """The loader whose batches log it; −1: none, it is logged between batches."""
+    updated: bool = True
+    """Of a torchmetrics object: whether this rank gave it anything."""
 
     @property
     def metric_path(self) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Sampler
@@ -31,7 +31,8 @@ class ShuffledOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(derived_seed(self.seed, self.epoch, "order"))
-        yield from torch.randperm(self.length, generator=generator).tolist()
+        order = torch.randperm(self.length, generator=generator).tolist()
+        return iter(cast("list[int]", order))  # not a generator of ours, which would cost a call for each sample
 
 
 class SeededOrder(Sampler[Any]):
@@ -56,10 +57,8 @@ class SeededOrder(Sampler[Any]):
             generator.manual_seed(seed)
         if has_length(self.sampler):
             with seeded_rng(seed):
-                order = list(self.sampler)
-            yield from order
-        else:
-            yield from _drawn_apart(self.sampler, seed)
+                return iter(list(self.sampler))
+        return _drawn_apart(self.sampler, seed)
 
 
 def _drawn_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
