@@ -26,7 +26,7 @@ from torchmetrics.classification import (
     BinaryStatScores,
 )
 
-SETTINGS = [(samples, size) for samples in (*range(1, 14), 17, 20) for size in range(1, 5)]
+SETTINGS = [(samples, size) for samples in (*range(1, 10), 13, 20) for size in range(1, 5)]
 
 
 def value_of(sample: int) -> float:
@@ -456,13 +456,13 @@ def assert_measured(ranks: int, kinds: list[str], lengths: list[int]) -> None:
             assert results == [right] * 2, (kind, samples)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_torchmetrics_are_those_of_one_process(ranks: int) -> None:
     # On three ranks some have no batch of the shortest loaders.
     assert_measured(ranks, ["updated", "called", "grouped", "grouped and called", "floats"], [1, 2, 7])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_torchmetrics_that_keep_integers_are_those_of_one_process(ranks: int) -> None:
     assert_measured(ranks, ["integers", "integers to the end"], [6, 7, 13])
 

@@ -46,3 +46,27 @@ def test_custom_callback_ends_a_run_that_is_lost() -> None:
     printed = run_example("custom_callback.py", 1, "learning_rate=300")
     assert "an update of net.0.weight was" in printed
     assert value_of("val/acc", printed) < 0.5
+
+
+def test_digits_reaches_its_accuracy_on_two_ranks(tmp_path: Path) -> None:
+    printed = run_example("digits.py", 2, "trainer.devices=2")
+    assert value_of("val/acc", printed) >= 0.98
+    assert printed.count("val/acc") == 1
+    assert "2 ranks × micro-batch 32 × 1 accumulated = 64 samples" in printed
+
+    best = next(line.split()[1] for line in printed.splitlines() if line.startswith("checkpoint"))
+    folder = tmp_path / best
+    assert folder.parent.parent.parent == tmp_path / "runs"
+    sys.path.insert(0, str(EXAMPLES))
+    from digits import Digits  # pyright: ignore[reportMissingImports]
+
+    task = Digits.load_from_checkpoint(folder)
+    assert task.hparams.learning_rate == 4e-3
+    assert len(list((folder.parent.parent / "tensorboard").glob("events.*"))) == 1
+
+
+def test_digits_on_one_rank_from_plain_python_and_with_overrides() -> None:
+    printed = run_example("digits.py", 1, "trainer.max_epochs=2", "batch_size=64")
+    assert value_of("val/acc", printed) >= 0.9
+    assert "1 rank × micro-batch 64 × 1 accumulated = 64 samples" in printed
+    assert "2 epochs: 46 steps in all" in printed

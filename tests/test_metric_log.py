@@ -389,11 +389,14 @@ def test_each_epoch_starts_anew() -> None:
     ]
 
 
-def test_another_epoch_may_log_with_other_arguments() -> None:
+@pytest.mark.parametrize("arguments", [{"on_step": False, "on_epoch": True}, {"on_step": True, "on_epoch": True}, {}])
+def test_another_epoch_may_log_with_other_arguments(arguments: dict[str, Any]) -> None:
     def step(task: Logs, batch: Tensor, batch_idx: int) -> None:
-        task.log("value", batch.sum(), on_step=False, on_epoch=True, prog_bar=task.current_epoch > 0)
+        task.log("value", batch.sum() + task.current_epoch, prog_bar=task.current_epoch > 0, **arguments)
 
-    assert fit(Logs(step), torch.tensor([1.0, 3.0]), 1, max_epochs=2)[1] == {"value": 2.0}
+    # The first epoch ends with a step that is not logged.
+    _, monitored = fit(Logs(step), torch.tensor([1.0, 3.0]), 1, max_epochs=2, log_every_n_steps=4)
+    assert monitored["value"] == (3.0 if arguments else 4.0)
 
 
 def test_a_value_is_what_it_was_when_it_was_logged() -> None:

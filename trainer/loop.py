@@ -64,7 +64,7 @@ class TrainingLoop:
         self.log = MetricLog(self.strategy, self.task, weighted_steps=self.window > 1)
         self.steps_happened = 0  # counted by hooks on the optimizers, where the task calls them itself
         if self.steps_itself or not self.task.automatic_optimization:
-            run.cleanup.callback(self._count_steps())
+            self._count_steps()
         self.skip_epoch = False
         self.length: int | None = None
 
@@ -196,7 +196,9 @@ class TrainingLoop:
         self.task.optimizer_step(self.progress.epoch, self.progress.batch_idx, optimizer, lambda: None)
         return self.steps_happened > before
 
-    def _count_steps(self) -> Callable[[], None]:
+    def _count_steps(self) -> None:
+        """See the steps of optimizers that are called by the task itself."""
+
         def count(*_: Any) -> None:
             self.steps_happened += 1
 
@@ -205,9 +207,9 @@ class TrainingLoop:
                 for hook in self.hooks.on_before_optimizer_step:
                     hook(self.trainer, self.task, optimizer)
 
-        handles = [optimizer.register_step_post_hook(count) for optimizer in self.optimizers]
-        handles += [optimizer.register_step_pre_hook(announce) for optimizer in self.optimizers]
-        return lambda: [handle.remove() for handle in handles].clear()
+        for optimizer in self.optimizers:
+            self.run.cleanup.callback(optimizer.register_step_post_hook(count).remove)
+            self.run.cleanup.callback(optimizer.register_step_pre_hook(announce).remove)
 
     def _skip_rest_of_epoch(self) -> None:
         if self.strategy.world_size > 1:

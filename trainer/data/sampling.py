@@ -31,8 +31,8 @@ class ShuffledOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(derived_seed(self.seed, self.epoch, "order"))
-        order = torch.randperm(self.length, generator=generator).tolist()
-        return iter(cast("list[int]", order))  # not a generator of ours, which would cost a call for each sample
+        order = cast("list[int]", torch.randperm(self.length, generator=generator).tolist())
+        return iter(order)  # not a generator of ours, which would cost a call for each sample
 
 
 class SeededOrder(Sampler[Any]):
