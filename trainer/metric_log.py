@@ -91,7 +91,8 @@ class MetricLog:
         self._size = 1
         self.step = 0
         """A number for the step that is running; the value says nothing more."""
-        self._reduced_step = 0
+        self._reduced_step = 0  # the step whose values were reduced last
+        self._epoch_step = -1  # the last step of the epoch before
         self._computed: list[Any] = []
         self.batch: Any = None
         """The micro-batch that is running."""
@@ -121,6 +122,8 @@ class MetricLog:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         entry = self._entries.get(name)
         if entry is None:
+            entry = self._entries[name] = self._new_entry(name, value, flags)
+        elif entry.flags != flags and entry.step <= self._epoch_step:  # it waits from another epoch
             entry = self._entries[name] = self._new_entry(name, value, flags)
         elif entry.flags != flags:
             raise ValueError(
@@ -237,7 +240,7 @@ class MetricLog:
                 metrics[entry.name] = entry.metric
             elif entry.total is not None:
                 rows[entry.name] = Row(entry.reduction, entry.total, float(entry.weight))
-            elif with_step and entry.on_step and entry.step > self._reduced_step:
+            elif with_step and entry.on_step and entry.step > max(self._reduced_step, self._epoch_step):
                 rows[entry.name] = _step_row(entry)
         logged = self._reduce(rows, metrics, "epoch")
         for entry in self._entries.values():
@@ -254,6 +257,7 @@ class MetricLog:
         # A step value that waits for the next step that logs is not lost with the epoch.
         waiting = {name: entry for name, entry in self._entries.items() if entry.step > self._reduced_step}
         self._computed, self._entries, self.batches = [], waiting, {}
+        self._epoch_step = self.step
 
     def _reduce(self, rows: dict[str, Row], metrics: dict[str, Any], when: str) -> Logged:
         entries = self._entries
