@@ -910,3 +910,11 @@ def tensors_of_epochs() -> list[int]:
 def test_the_number_of_tensors_does_not_grow_from_epoch_to_epoch(ranks: int) -> None:
     for tensors in on_ranks(tensors_of_epochs, ranks):
         assert len(set(tensors[2:])) == 1, tensors
+
+
+def test_arguments_may_not_change_inside_an_epoch_for_epoch_values_either() -> None:
+    def step(task: Logs, batch: Tensor, batch_idx: int) -> None:
+        task.log("value", batch.sum(), on_step=False, on_epoch=True, prog_bar=batch_idx > 0)
+
+    with pytest.raises(ValueError, match="called with other arguments before"):
+        fit(Logs(step), torch.tensor([1.0, 3.0]), 1)

@@ -92,7 +92,7 @@ class MetricLog:
         self.step = 0
         """A number for the step that is running; the value says nothing more."""
         self._reduced_step = 0  # the step whose values were reduced last
-        self._epoch_step = -1  # the last step of the epoch before
+        self._epoch_step = 0  # the last step of the epoch before
         self._computed: list[Any] = []
         self.batch: Any = None
         """The micro-batch that is running."""
@@ -123,7 +123,7 @@ class MetricLog:
         entry = self._entries.get(name)
         if entry is None:
             entry = self._entries[name] = self._new_entry(name, value, flags)
-        elif entry.flags != flags and entry.step <= self._epoch_step:  # it waits from another epoch
+        elif entry.flags != flags and 0 < entry.step <= self._epoch_step:  # it waits from another epoch
             entry = self._entries[name] = self._new_entry(name, value, flags)
         elif entry.flags != flags:
             raise ValueError(
