@@ -1,0 +1,91 @@
+"""What needs CUDA; `make test-gpu`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samestep.callbacks import Callback, ModelCheckpoint
+from tasks import Regression, loader, parameters_of, quiet_trainer
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def train(accelerator: str, strategy: str, **options: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    task = Regression()
+    trainer = quiet_trainer(
+        accelerator=accelerator, devices=1, strategy=strategy, precision=64, max_epochs=3, seed=2,
+        accumulate_grad_batches=2, gradient_clip_val=0.5, **options,
+    )  # fmt: skip
+    trainer.fit(task, loader(40, 4, shuffle=True), loader(9, 4))
+    assert task.device.type == ("cuda" if accelerator == "gpu" else "cpu")
+    return parameters_of(task).cpu()
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+def test_one_gpu_trains_what_the_cpu_trains(strategy: str) -> None:
+    torch.testing.assert_close(train("gpu", strategy), train("cpu", "single_device"), rtol=0, atol=1e-9)
+
+
+class NoSyncs(Callback):
+    """Lets torch raise on any wait for the device, from the start of an ordinary step to its end."""
+
+    def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+        ordinary = batch_idx > 2 and (trainer.global_step + 1) % trainer.config.log_every_n_steps != 0
+        torch.cuda.set_sync_debug_mode("error" if ordinary else "default")
+
+    def on_train_step_end(self, trainer: Any, task: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+def test_an_ordinary_step_never_waits_for_the_device(strategy: str) -> None:
+    class Pinned(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+            return loss
+
+    trainer = quiet_trainer(
+        accelerator="gpu", devices=1, strategy=strategy, precision=64, max_epochs=2, log_every_n_steps=5,
+        gradient_clip_val=1.0, enable_progress_bar=True, callbacks=[NoSyncs()],
+    )  # fmt: skip
+    trainer.fit(Pinned(), loader(80, 4, pin_memory=True))
+
+
+def test_a_checkpoint_from_the_gpu_loads_on_the_cpu_and_resumes(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, save_top_k=-1)
+    options: dict[str, Any] = {
+        "accelerator": "gpu",
+        "devices": 1,
+        "precision": 64,
+        "seed": 2,
+        "enable_checkpointing": True,
+    }
+    whole = Regression()
+    trainer = quiet_trainer(max_epochs=2, callbacks=[keep], **options)
+    trainer.fit(whole, loader(40, 4, shuffle=True))
+    first = next(iter(keep.kept))
+    assert Regression.load_from_checkpoint(first).device.type == "cpu"
+    resumed = Regression()
+    again = ModelCheckpoint(tmp_path / "again")
+    quiet_trainer(max_epochs=2, callbacks=[again], **options).fit(resumed, loader(40, 4, shuffle=True), ckpt_path=first)
+    assert torch.equal(parameters_of(resumed), parameters_of(whole))
+
+
+def test_digits_on_all_gpus() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "digits.py"), "trainer.accelerator=gpu"],
+        env=dict(os.environ), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    accuracy = next(float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("val/acc"))
+    assert accuracy >= 0.98
