@@ -121,9 +121,7 @@ class MetricLog:
         if self._loaders > 1 and flags[6] and self.batch is not None:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         entry = self._entries.get(name)
-        if entry is None:
-            entry = self._entries[name] = self._new_entry(name, value, flags)
-        elif entry.flags != flags and 0 < entry.step <= self._epoch_step:  # it waits from another epoch
+        if entry is None or (entry.flags != flags and 0 < entry.step <= self._epoch_step):
             entry = self._entries[name] = self._new_entry(name, value, flags)
         elif entry.flags != flags:
             raise ValueError(
