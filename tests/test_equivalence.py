@@ -131,3 +131,28 @@ def test_two_fits_in_one_process() -> None:
     assert first == second
     assert first[0] == first[1]
     assert first[2] == 6
+
+
+class Unfreezes(Regression):
+    """Its first layer is frozen in the first epoch, and its last one in the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+        self.net[2].requires_grad_(self.current_epoch < 2)
+
+
+def train_unfreezing(batch_size: int) -> torch.Tensor:
+    torch.manual_seed(1)
+    task = Unfreezes()
+    quiet_trainer(max_epochs=3, precision=64, seed=5).fit(task, loader(32, batch_size))
+    return parameters_of(task)
+
+
+def test_parameters_may_be_frozen_and_unfrozen_between_epochs() -> None:
+    first, second = run_ranks(train_unfreezing, 2, 4)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, train_unfreezing(8), rtol=0, atol=1e-12)

@@ -49,7 +49,9 @@ class TrainingLoop:
         self.run, self.trainer, self.task, self.strategy = run, run.trainer, run.task, run.trainer.strategy
         self.hooks, self.progress, self.control = run.hooks, run.trainer.progress, run.control
         config = run.trainer.config
-        self.model = self.strategy.wrap(StepModule(self.task), manual=not self.task.automatic_optimization)
+        self.step_module = StepModule(self.task)
+        self.trainable: list[bool] = []
+        self.wrap()
         self.optimizers = run.trainer.optimizers
         self.clip_limit, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.log_interval, self.window = config.log_every_n_steps, config.accumulate_grad_batches
@@ -67,6 +69,13 @@ class TrainingLoop:
             self._count_steps()
         self.skip_epoch = False
         self.length: int | None = None
+
+    def wrap(self) -> None:
+        """Wrap the step, again where parameters were frozen or unfrozen: DDP would leave new ones to each rank."""
+        trainable = [parameter.requires_grad for parameter in self.task.parameters()]
+        if trainable != self.trainable:
+            self.trainable = trainable
+            self.model = self.strategy.wrap(self.step_module, manual=not self.task.automatic_optimization)
 
     # --- one step --------------------------------------------------------------------------
 
@@ -159,6 +168,7 @@ class TrainingLoop:
         self.skip_epoch = trainer.is_last_batch = False
         for hook in self.hooks.on_train_epoch_start:
             hook(trainer, self.task)
+        self.wrap()
         remaining = None if length is None else length - progress.batch_idx
         for size, micro_batches in run.on_device(windows(batches, self.window, remaining)):
             before = progress.global_step
