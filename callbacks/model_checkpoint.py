@@ -202,6 +202,7 @@ class ModelCheckpoint(Callback):
         if not top and not self.save_last:
             return
         path = trainer.strategy.broadcast(str(self._path(trainer)), name="checkpoint path")
+        before = dict(self.kept), self.last_path
         if top:
             self.kept[path] = value
         former, self.last_path = self.last_path, path
@@ -210,14 +211,22 @@ class ModelCheckpoint(Callback):
             del self.kept[old]
         if former and self.save_last and former not in self.kept:
             dropped.append(former)
-        trainer.save_checkpoint(path, self.save_weights_only)
+        try:
+            trainer.save_checkpoint(path, self.save_weights_only)
+        except BaseException:
+            self.kept, self.last_path = before
+            raise
         if trainer.is_global_zero:
             if self.monitor and self.kept:
                 _link(Path(path).parent / "best", self.best_model_path)
             if self.save_last:
                 _link(Path(path).parent / "last", path)
             for old in dict.fromkeys(dropped):
-                if old not in (path, self.best_model_path):
+                # A resumed run ranks the checkpoints of the run before, but leaves them where they are.
+                if (
+                    old not in (path, self.best_model_path)
+                    and Path(old).parent.resolve() == Path(path).parent.resolve()
+                ):
                     trainer.remove_checkpoint(old)
         if self.verbose:
             score = f" ({self.monitor} {value:.6g})" if self.monitor else ""

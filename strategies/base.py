@@ -85,6 +85,13 @@ class Strategy:
         """
         return step.forward
 
+    def check_same_parameters(self, module: nn.Module) -> None:
+        """Raise on every rank if the parameters differ from rank to rank."""
+
+    def patience(self) -> AbstractContextManager[None]:
+        """The collectives inside wait for as long as it takes."""
+        return _NOTHING
+
     def describe(self) -> dict[str, str]:
         """Lines for the panel shown at the start: label to value."""
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors  # pyright: ignore
+from torch.optim import Optimizer
 
 from . import process_groups
 from .base import Pending, Strategy
 from .environment import Environment
 from .precision import Precision
-from .same_model import check_same_model
+from .same_model import check_same_model, check_same_parameters
 
 T = TypeVar("T")
 _NOTHING = nullcontext()
@@ -108,6 +110,20 @@ class DDPStrategy(Strategy):
         )
         return self._manual_step if manual else self.model
 
+    def check_same_parameters(self, module: nn.Module) -> None:
+        """Compare the parameters' sums over the ranks; see `same_model.check_same_parameters`."""
+        check_same_parameters(module, self.all_gather)
+
+    @contextmanager
+    def patience(self) -> Generator[None]:
+        """Wait for a day in the collectives inside: others may be downloading. A rank that dies is seen at once."""
+        set_timeout: Any = dist.distributed_c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage]
+        set_timeout(timedelta(days=1), self.groups.control)
+        try:
+            yield
+        finally:
+            set_timeout(self.timeout, self.groups.control)
+
     def describe(self) -> dict[str, str]:
         """Backend, and the communication buckets as DDP lays them out before the first step."""
         lines = {"backend": "nccl" if self.device.type == "cuda" else "gloo"}
@@ -143,6 +159,32 @@ class DDPStrategy(Strategy):
             tensors: list[Tensor] = list(_find_tensors(loss))  # pyright: ignore[reportUnknownArgumentType]
             self.model.reducer.prepare_for_backward(tensors)
         loss.backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Step, after a check that every gradient was reduced: DDP itself says so in the next forward, too late."""
+        if self.model is not None and not self._manual:
+            self._check_reduced(self.model)
+        return super().optimizer_step(optimizer)
+
+    def _check_reduced(self, model: DistributedDataParallel) -> None:
+        try:
+            # The first thing it does is to see whether the last reduction was finished. The rebuilding itself, once in
+            # a run, would be done at the start of the next forward.
+            if model.reducer._rebuild_buckets():
+                model._has_rebuilt_buckets = True  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+            # torch's message has indices. (Whether `.grad` is None says nothing: with views into the bucket it is not.)
+            named = cast("Iterable[tuple[str, nn.Parameter]]", model.module.named_parameters())
+            trainable = [name.removeprefix("task.") for name, parameter in named if parameter.requires_grad]
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = ", ".join(trainable[int(index)] for index in found[1].split()) if found else "(torch does not say)"
+            raise RuntimeError(
+                f"rank {self.rank}: the loss did not depend on these parameters in this step: {names}. The other ranks would "
+                "wait for their gradients. If that is meant, use DDPStrategy(find_unused_parameters=True); if they are "
+                "never used, remove or freeze them (requires_grad_(False))."
+            ) from error
 
     # --- collectives -----------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
@@ -41,13 +43,13 @@ def own_command() -> list[str]:
         RuntimeError: there is none.
     """
     program = sys.orig_argv[1:]
-    main = sys.modules["__main__"]
-    if (
-        "ipykernel" in sys.modules
-        or not program
-        or program[0] == "-"
-        or not (getattr(main, "__file__", None) or "-c" in program)
-    ):
+    if multiprocessing.parent_process() is not None or threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "devices above 1 starts the whole program again, but this is a child process or a thread of it: start the "
+            "ranks from the main program, or with torchrun; or use devices=1 here."
+        )
+    file: str | None = getattr(sys.modules["__main__"], "__file__", None)
+    if "ipykernel" in sys.modules or not ("-c" in program or (file and os.path.isfile(file))):
         raise RuntimeError(
             "devices above 1 starts this program again as several processes, but this process has no program "
             "(a notebook or a prompt). Put the code into a file and run `torchrun --standalone --nproc-per-node=N "

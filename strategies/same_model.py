@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # name, shape, dtype, stride, requires_grad
@@ -54,3 +55,25 @@ def _describe(row: Signature) -> str:
     name, shape, dtype, stride, requires_grad = row
     frozen = "" if requires_grad or "(buffer)" in name else ", frozen"
     return f"{name} {list(shape)} {dtype.removeprefix('torch.')} strides {list(stride)}{frozen}"
+
+
+def check_same_parameters(module: nn.Module, all_gather: Callable[..., Tensor]) -> None:
+    """Compare the sum, and the sum of magnitudes, of each parameter over the ranks: one collective.
+
+    Raises:
+        RuntimeError: on every rank, naming the first parameter that differs, and the rank.
+    """
+    named = [(name, tensor.detach()) for name, tensor in module.named_parameters() if tensor.numel()]
+    if not named:
+        return
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for _, tensor in named]
+    sums = torch.stack([torch.stack([t.double().sum(), t.double().abs().sum()]) for t in real])
+    every = all_gather(sums, name="parameters of the epoch").nan_to_num()
+    differs = (every != every[0]).any(dim=2).cpu()  # [ranks, parameters]
+    if differs.any():
+        rank, index = (int(number) for number in differs.nonzero()[0])
+        raise RuntimeError(
+            f"the ranks hold different weights: {named[index][0]} on rank {rank} is not that of rank 0. DDP keeps equal what "
+            "begins equal: a hook has changed weights from random numbers or data, which differ from rank to rank. Draw "
+            "from a torch.Generator seeded equally on all ranks, or change them on rank 0 and broadcast."
+        )

@@ -36,6 +36,8 @@ def all_callbacks(
     Raises:
         TypeError, ValueError: one is no callback, is given twice, contradicts an option, or has a wrong hook.
     """
+    if given is not None and not isinstance(given, (Callback, list, tuple)):
+        raise TypeError(f"callbacks={given!r}: expected a Callback object, or a list of them.")
     callbacks = [given] if isinstance(given, Callback) else list(given or ())
     if isinstance(logger, Logger):
         callbacks.append(logger)

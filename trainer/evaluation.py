@@ -49,7 +49,12 @@ class EvaluationLoop:
         self.step = with_batch_index(getattr(task, stage.step))
 
     def run(
-        self, loaders: Sequence[PreparedLoader], *, most: int | None = None, keep: bool = False
+        self,
+        loaders: Sequence[PreparedLoader],
+        *,
+        most: int | None = None,
+        keep: bool = False,
+        before_end: Callable[[], None] | None = None,
     ) -> tuple[Logged, list[list[Any]]]:
         """Evaluate.
 
@@ -57,6 +62,7 @@ class EvaluationLoop:
             loaders: whose batches.
             most: batches of each loader at most.
             keep: also return what the step returned, by loader and batch.
+            before_end: called when the metrics are published, before the hooks that may save a checkpoint.
         """
         trainer, task = self.trainer, self.task
         if len(loaders) > 1:
@@ -79,6 +85,8 @@ class EvaluationLoop:
                 more = log.reduce_epoch()
                 trainer.publish(more, log)
                 logged.add(more)
+            if before_end is not None:
+                before_end()
             trainer.active_log = None  # what is logged from here on would be lost
             self._call("end")
         # Out of the mode: states made under inference_mode could not be updated in training.

@@ -289,18 +289,22 @@ class FitRun:
 
     def validate(self, log: MetricLog) -> None:
         """Validate, step what steps with validations, and come back to training."""
-        trainer, progress, interval = self.trainer, self.trainer.progress, self._validation_interval
+        trainer = self.trainer
         assert self._evaluation is not None
         trainer.training, trainer.validating = False, True
         if overrides(self.task, "on_validation_model_zero_grad", Task):
             self.task.on_validation_model_zero_grad()
-        self._evaluation.run(self.val_loaders)
+        self._evaluation.run(self.val_loaders, before_end=self._count_validation)
         trainer.training, trainer.validating = True, False
         trainer.active_log = log
+
+    def _count_validation(self) -> None:
+        """What a checkpoint that is saved at the validation's end must hold."""
+        progress = self.trainer.progress
         progress.batches_since_validation = 0
         progress.validations += 1
-        if interval is not None:
-            self._next_validation += interval
+        if self._validation_interval is not None:
+            self._next_validation += self._validation_interval
         for config in self.schedulers("validation"):
             if progress.validations % config.frequency == 0:
                 self.step_scheduler(config)

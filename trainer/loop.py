@@ -38,7 +38,7 @@ class StepModule(nn.Module):
         """Run the step; None becomes a loss of zero, so that this rank's backward pairs with its peers'."""
         output = self.training_step(batch, batch_idx)
         if output is None and not self.manual:
-            return sum(p.flatten()[:0].sum() for p in self.task.parameters() if p.requires_grad)
+            return sum(p.flatten()[:0].abs().sum() for p in self.task.parameters() if p.requires_grad)
         return output
 
 
@@ -169,6 +169,7 @@ class TrainingLoop:
         for hook in self.hooks.on_train_epoch_start:
             hook(trainer, self.task)
         self.wrap()
+        self.strategy.check_same_parameters(self.task)
         remaining = None if length is None else length - progress.batch_idx
         for size, micro_batches in run.on_device(windows(batches, self.window, remaining)):
             before = progress.global_step

@@ -59,6 +59,13 @@ def configure_optimizers(task: Task) -> tuple[list[Optimizer], list[SchedulerCon
             f"{type(task).__name__}.configure_optimizers returned {_kind(returned)}: expected an optimizer, a list of "
             'them, ([optimizers], [schedulers]), or {"optimizer": …, "lr_scheduler": …}.'
         )
+    own = {id(parameter) for parameter in task.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"configure_optimizers: the {type(optimizer).__name__} holds no parameter of {type(task).__name__}, so nothing "
+                "would be trained: expected self.parameters(), or a part of them."
+            )
     configs = [_scheduler_config(item, optimizers) for item in schedulers]
     if task.automatic_optimization:
         _check_automatic(task, optimizers, configs)

@@ -27,6 +27,12 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
     """The frame of one fit, validate, test or predict: task and data are set up and on their device inside."""
     if trainer.processes_to_launch:
         relaunch(trainer.processes_to_launch)  # never returns: the ranks run this program from its start
+    for busy in (trainer, task.attached_trainer):
+        if busy is not None and busy.running:
+            raise RuntimeError(
+                f"{stage} inside a running {busy.running}, of this Trainer or with this task: they share their state. Wait until "
+                "it is over; to evaluate more often, use val_check_interval or several validation loaders."
+            )
     check_hooks(task, Task)
     if datamodule is not None:
         check_hooks(datamodule, DataModule)
@@ -34,6 +40,8 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
     task.trainer = trainer
     trainer.callbacks = with_callbacks_of(task, trainer.callbacks)
     with ExitStack() as cleanup:
+        trainer.running = stage
+        cleanup.callback(setattr, trainer, "running", "")
         cleanup.enter_context(torch_settings(trainer.config))
         try:
             trainer.strategy.setup()
@@ -65,11 +73,21 @@ def _agree(trainer: Trainer) -> None:
     if not trainer.has_run_folder:
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%SZ")
         base = Path("runs") / f"{type(trainer.task).__name__}-{now}"
-        folder, number = base, 1
-        while folder.exists():  # another run of this second
+        folder = _new_folder(base) if trainer.is_global_zero and trainer.writes else base
+        trainer.run_folder = Path(trainer.strategy.broadcast(os.fspath(folder), name="run folder"))
+
+
+def _new_folder(base: Path) -> Path:
+    """Make a folder that nobody else has, even one who begins in this very moment."""
+    folder, number = base, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
             number += 1
             folder = base.with_name(f"{base.name}-{number}")
-        trainer.run_folder = Path(trainer.strategy.broadcast(os.fspath(folder), name="run folder"))
+        else:
+            return folder
 
 
 def _prepare_data(trainer: Trainer) -> None:
@@ -86,7 +104,8 @@ def _prepare_data(trainer: Trainer) -> None:
                 holder.prepare_data()
     except Exception as error:
         problem = error
-    failures = trainer.strategy.gather_objects(None if problem is None else repr(problem), name="prepare_data")
+    with trainer.strategy.patience():  # a download may take longer than any collective should
+        failures = trainer.strategy.gather_objects(None if problem is None else repr(problem), name="prepare_data")
     if problem is not None:
         raise problem
     for rank, failure in enumerate(failures):

@@ -354,6 +354,11 @@ class Task(HyperparametersMixin, nn.Module):
         self._trainer = trainer
 
     @property
+    def attached_trainer(self) -> Trainer | None:
+        """The trainer of the last run, or None."""
+        return self._trainer
+
+    @property
     def current_epoch(self) -> int:
         """The epoch that is running, from 0; 0 outside of a run."""
         return 0 if self._trainer is None else self._trainer.current_epoch

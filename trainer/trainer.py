@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
 from ..callbacks.early_stopping import EarlyStopping
-from ..callbacks.logger import Logger
+from ..callbacks.logger import Logger, SilentLogger
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..strategies import Environment, Precision, Strategy
 from .callback_list import all_callbacks
@@ -139,6 +139,8 @@ class Trainer:
         self._unshared: set[str] = set()
         self.metric_steps: dict[str, int] = {}
         """The optimizer step at which each of `callback_metrics` was reduced."""
+        self.running = ""
+        """The stage that is running: `fit`, `validate`, `test` or `predict`; empty between runs."""
         self.fitting = False
         """Whether fit is running, with the validations in it."""
         self.is_last_batch = False
@@ -195,6 +197,10 @@ class Trainer:
             run = FitRun(self, model, hooks, train_loader, val_loaders, source.transfer(), checkpoint)
             with run.cleanup:
                 loop = run.start()
+                if not run.has_next_epoch():
+                    self.print(
+                        f"nothing to train: {self.current_epoch} epochs and {self.global_step} steps are done already"
+                    )
                 while run.has_next_epoch():
                     loop.train_epoch()
                 run.finish()
@@ -420,6 +426,11 @@ class Trainer:
         return str(self.run_folder)
 
     @property
+    def writes(self) -> bool:
+        """Whether anything will be written into the run's folder."""
+        return any(isinstance(c, (Logger, ModelCheckpoint)) and not isinstance(c, SilentLogger) for c in self.callbacks)
+
+    @property
     def has_run_folder(self) -> bool:
         """Whether `run_folder` is decided."""
         return self._run_folder is not None
@@ -549,6 +560,8 @@ class Trainer:
 def _check_task(task: Task, purpose: str, needed: Sequence[str]) -> None:
     if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"expected a Task, received {type(task).__name__}: subclass samestep.trainer.Task.")
+    if "_modules" not in vars(task):
+        raise TypeError(f"{type(task).__name__}.__init__ has not called super().__init__(): expected it first.")
     for name in needed:
         if not overrides(task, name, Task):
             raise TypeError(

@@ -74,6 +74,8 @@ def write_checkpoint(
     """
     check_plain(dict(training), "checkpoint")
     check_plain(dict(rank_state), "the rank's state")
+    tensors, extra = split_tensors(model)
+    check_plain(extra, "the extra state of the model")
     staging = path.parent / f".{path.name}.partial"
     first = strategy.rank == 0
 
@@ -83,7 +85,6 @@ def write_checkpoint(
 
     def write_files() -> None:
         if first:
-            tensors, extra = split_tensors(model)
             save_tensors(tensors, staging / _MODEL)
             _synced(staging / _MODEL)
             _save({**training, **({"extra_state": extra} if extra else {})}, staging / _TRAINING)
@@ -127,8 +128,8 @@ def _together(strategy: Strategy, work: Callable[[], None] | None, path: Path, w
     try:
         if work is not None:
             work()
-    except OSError as error:
-        problem = str(error)
+    except Exception as error:  # of the file system, or of a library that wraps it
+        problem = f"{type(error).__name__}: {error}"
     for rank, theirs in enumerate(strategy.gather_objects(problem, name=f"checkpoint {what}")):
         if theirs:
             raise CheckpointError(
@@ -170,6 +171,8 @@ def verify(path: Path) -> dict[str, Any]:
         )
     try:
         manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text("utf-8"))
+        if not isinstance(manifest, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError("it holds no manifest")
     except FileNotFoundError:
         reason = f"it has no {_MANIFEST}" if path.is_dir() else "there is no such folder"
         raise CheckpointError(f"{path} is no checkpoint: {reason}.{_neighbours(path)}") from None
@@ -205,7 +208,7 @@ def newest_intact(folders: Iterable[Path]) -> Path | None:
     def order(path: Path) -> tuple[int, float]:
         try:
             step = int(json.loads((path / _MANIFEST).read_text("utf-8"))["step"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             step = -1
         return step, path.stat().st_mtime
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...callbacks.callback import Callback
 from ..randomness import rng_state
 from .folder import Checkpoint, CheckpointError, write_checkpoint
@@ -45,6 +47,9 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
         },
         "world_size": trainer.world_size,
         "seed": trainer.seed,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metric_steps": dict(trainer.metric_steps),
+        "micro_batch": None if trainer.plan is None else trainer.plan.micro_batch,
     }
     if trainer.datamodule is not None and (data_state := trainer.datamodule.state_dict()):
         state["datamodule"] = data_state
@@ -115,6 +120,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None
         if key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][key])
     trainer.progress.load_state_dict(state["progress"])
+    trainer.callback_metrics |= {name: torch.tensor(v, dtype=torch.float64) for name, v in state["metrics"].items()}
+    trainer.metric_steps |= state["metric_steps"]
 
 
 def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Trainer) -> None:
@@ -129,6 +136,13 @@ def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Traine
             )
     progress = state["progress"]
     inside = progress["batch_idx"] and progress["epochs_done"] <= progress["epoch"]
+    here = None if trainer.plan is None else trainer.plan.micro_batch
+    if inside and state["micro_batch"] != here:
+        raise CheckpointError(
+            f"{checkpoint.path} was taken inside epoch {progress['epoch']} with batches of {state['micro_batch']} samples; "
+            f"resuming inside an epoch with {here} is not supported yet. Use the same batch size, or a checkpoint of an "
+            "epoch's end."
+        )
     if inside and state["world_size"] != trainer.world_size:
         raise CheckpointError(
             f"{checkpoint.path} was taken inside epoch {progress['epoch']} on {state['world_size']} ranks; resuming "

@@ -43,7 +43,7 @@ class PreparedLoader:
     """What the workers' random numbers depend on, besides the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the epoch, and the workers' random numbers."""
+        """Choose the order of the epoch, and the random numbers of workers that are started for it."""
         set_epoch(self.loader, epoch)
         if self.shard is not None:
             generator: torch.Generator = self.loader.generator  # pyright: ignore
