@@ -49,7 +49,8 @@ def own_command() -> list[str]:
             "ranks from the main program, or with torchrun; or use devices=1 here."
         )
     file: str | None = getattr(sys.modules["__main__"], "__file__", None)
-    if "ipykernel" in sys.modules or not ("-c" in program or (file and os.path.isfile(file))):
+    runs_again = program and ("-c" in program or (file and os.path.isfile(file)))
+    if "ipykernel" in sys.modules or not runs_again:
         raise RuntimeError(
             "devices above 1 starts this program again as several processes, but this process has no program "
             "(a notebook or a prompt). Put the code into a file and run `torchrun --standalone --nproc-per-node=N "

@@ -135,6 +135,7 @@ def _rank(
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # a rank that is done early must not leave while others still connect
         outcome = (True, function(*args))
     except BaseException:
         outcome = (False, traceback.format_exc())
