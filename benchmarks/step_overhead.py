@@ -92,8 +92,10 @@ class Turns:
         now = time.perf_counter()
         # The first epoch warms up, and its end is not kept either.
         if self.epoch > 1 or (self.epoch == 1 and step):
-            kind = "end" if step == 0 else "log" if step % LOG_INTERVAL == 0 and self.settings.logs else "ordinary"
-            self.blocks.append(Block(self.epoch - (step == 0), kind, self.raw_seconds, now - self.began))
+            place = {0: "log", self.settings.block: "behind log"}.get(step % LOG_INTERVAL, "ordinary")
+            self.blocks.append(
+                Block(self.epoch - (step == 0), place if step else "end", self.raw_seconds, now - self.began)
+            )
         if RANKS > 1:
             dist.barrier()
         began = time.perf_counter()
@@ -109,7 +111,8 @@ class Block(NamedTuple):
 
     epoch: int
     kind: str
-    """`end`: the end of an epoch is in it; `log`: the loss is written in it; else `ordinary`."""
+    """`end`: the end of an epoch is in it; `log`: the loss is written in its last step, where it is; `behind log`:
+    the other's TensorBoard thread may still be writing, as the raw loop's may in the block before; else `ordinary`."""
     raw: float
     other: float
 
@@ -368,7 +371,7 @@ def summary(blocks: list[Block], settings: Settings) -> dict[str, float]:
         raw_inside, other_inside = (
             sum(
                 len(times) * statistics.quantiles(times)[0]
-                for kind in ("ordinary", "log")
+                for kind in ("ordinary", "log", "behind log")
                 if len(times := [getattr(block, side) for block in inside if block.kind == kind]) > 1
             )
             for side in ("raw", "other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
@@ -26,7 +27,10 @@ def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
     # Without a number torchrun sets 1, and says so in a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     try:
-        run.main(["--standalone", f"--nproc-per-node={processes}", "--no-python", *command])
+        # The agent leaves its folder behind, unless it is given one.
+        with tempfile.TemporaryDirectory(prefix="samestep-ranks-") as logs:
+            options = ["--standalone", f"--nproc-per-node={processes}", f"--log-dir={logs}", "--no-python"]
+            run.main([*options, *command])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message: Any = failure.message  # a dict, where the rank wrote an error file

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def run_example(name: str, ranks: int, *overrides: str) -> str:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *torchrun, str(EXAMPLES / name), "trainer.accelerator=cpu", *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": tempfile.mkdtemp(dir=os.getcwd())}, capture_output=True, text=True, timeout=90,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr, done.stderr

@@ -46,7 +46,13 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=90,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": os.getcwd(),
+            **environment,
+        },
     )
 
 
