@@ -21,11 +21,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from step_overhead import IMPLEMENTATIONS, add_options
+from step_overhead import IMPLEMENTATIONS, Settings, add_options
 
+OPTIONS = [field.name for field in fields(Settings)]
 WORKER = Path(__file__).with_name("step_overhead.py")
 
 
@@ -38,7 +40,7 @@ def measure(implementation: str, arguments: argparse.Namespace) -> dict[str, Any
     launcher = [sys.executable]
     if arguments.ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-    options = [f"--{name}={getattr(arguments, name)}" for name in ("mode", "model", "steps", "epochs", "block")]
+    options = [f"--{name}={getattr(arguments, name)}" for name in OPTIONS]
     result = subprocess.run(
         [*launcher, str(WORKER), implementation, *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -83,8 +85,8 @@ def main() -> int:
             rounds[name].append(measure(name, arguments))
     ranks = f"{arguments.ranks} rank{'s' if arguments.ranks > 1 else ''}"
     print(
-        f"{arguments.mode}, {arguments.model} model, {ranks}, {arguments.steps} steps an epoch, {arguments.rounds} rounds: "
-        "median [least, greatest]"
+        f"{arguments.mode}, {arguments.model} model, {ranks}, {arguments.steps} steps an epoch, {arguments.clock} clock, "
+        f"{arguments.rounds} rounds: median [least, greatest]"
     )
     print(f"{'':11} {'µs a step':>23}  {'step ÷ raw':>22}  {'epoch ÷ raw':>22}  ms at an epoch's end (raw)")
     for name, results in rounds.items():

@@ -52,7 +52,7 @@ def train(implementation: str, mode: str) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if step_overhead.RANKS > 1:
         dist.init_process_group("gloo")
-    settings = step_overhead.Settings(mode, "large", steps=10, epochs=5, block=5)
+    settings = step_overhead.Settings(mode, "large", steps=10, epochs=5, block=5, clock="wall")
     batches = WatchedBatches(settings.steps)
     output, sys.stdout, sys.stderr = sys.stdout, step_overhead.Terminal(), step_overhead.Terminal()
     with tempfile.TemporaryDirectory() as folder:

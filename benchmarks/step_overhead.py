@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class Settings:
     """Epochs that are timed; one more goes before them."""
     block: int
     """Steps of a turn."""
+    clock: str
+    """`wall` or `cpu`, see `Moment`."""
 
     @property
     def logs(self) -> bool:
@@ -72,9 +74,8 @@ class Turns:
     def __init__(self, settings: Settings, rival: Iterator[None]) -> None:
         self.settings, self.items, self.rival = settings, make_batches(), rival
         self.epoch = -1
-        self.began = 0.0
         self.blocks: list[Block] = []
-        self.raw_seconds = 0.0
+        self.raw, self.began = Moment(), Moment()
         next(rival)  # builds everything, and pauses before its first block
 
     def __len__(self) -> int:
@@ -89,21 +90,38 @@ class Turns:
 
     def turn(self, step: int) -> None:
         """End the other's block, which came before `step`, and let the raw loop run the next one."""
-        now = time.perf_counter()
+        other = Moment.now() - self.began
         # The first epoch warms up, and its end is not kept either.
         if self.epoch > 1 or (self.epoch == 1 and step):
             place = {0: "log", self.settings.block: "behind log"}.get(step % LOG_INTERVAL, "ordinary")
-            self.blocks.append(
-                Block(self.epoch - (step == 0), place if step else "end", self.raw_seconds, now - self.began)
-            )
+            # What ends an epoch waits for the disk and for other ranks.
+            clock = self.settings.clock if step else "wall"
+            raw_time, other_time = getattr(self.raw, clock), getattr(other, clock)
+            self.blocks.append(Block(self.epoch - (step == 0), place if step else "end", raw_time, other_time))
         if RANKS > 1:
             dist.barrier()
-        began = time.perf_counter()
+        began = Moment.now()
         next(self.rival)
-        self.raw_seconds = time.perf_counter() - began
+        self.raw = Moment.now() - began
         if RANKS > 1:
             dist.barrier()
-        self.began = time.perf_counter()
+        self.began = Moment.now()
+
+
+class Moment(NamedTuple):
+    """Two clocks, in seconds."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    """Of the main thread, which computes everything: without what it waits, also for the other processes here."""
+
+    @staticmethod
+    def now() -> Moment:
+        """What the clocks say."""
+        return Moment(time.perf_counter(), time.thread_time())
+
+    def __sub__(self, earlier: Moment) -> Moment:
+        return Moment(self.wall - earlier.wall, self.cpu - earlier.cpu)
 
 
 class Block(NamedTuple):
@@ -293,9 +311,8 @@ def accelerate(settings: Settings, folder: Path, batches: Iterable[Batch]) -> No
                 accelerator.log({"train/loss": value}, step=step)
         if settings.saves:
             accelerator.save_state(str(folder / "checkpoint"))
-    if settings.logs:
-        accelerator.end_training()
-    accelerator.free_memory()
+    for tracker in accelerator.trackers:
+        tracker.finish()  # end_training would end the process group, too
 
 
 IMPLEMENTATIONS: dict[str, Run] = {
@@ -398,7 +415,7 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--blocks", action="store_true", help="print the time of every block, too")
     arguments = parser.parse_args()
-    settings = Settings(arguments.mode, arguments.model, arguments.steps, arguments.epochs, arguments.block)
+    settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     if settings.steps % LOG_INTERVAL or LOG_INTERVAL % settings.block:
         parser.error(f"--steps {settings.steps}: expected a multiple of {LOG_INTERVAL}, and --block a divisor of it")
     torch.set_num_threads(1)
@@ -428,6 +445,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=500, help="steps of an epoch")
     parser.add_argument("--epochs", type=int, default=10, help="timed epochs")
     parser.add_argument("--block", type=int, default=5, help="steps of a turn")
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="cpu: the time of the main thread, for machines that are busy with other things",
+    )
 
 
 if __name__ == "__main__":
