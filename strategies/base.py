@@ -67,6 +67,12 @@ class Strategy:
 
     def place(self, environment: Environment, device: torch.device, precision: Precision) -> None:
         """Take the process's place and device, before anything is started. Refuse what can't work here."""
+        if environment.world_size > 1 and type(self).all_gather is Strategy.all_gather:
+            raise ValueError(
+                f"strategy={self.name!r} ({type(self).__name__}) on {environment.world_size} processes: it has no "
+                "collectives, so each would train on its own. Use strategy='ddp' or a subclass of DDPStrategy, or start "
+                "one process."
+            )
         self.environment, self.device, self.precision = environment, device, precision
 
     def setup(self) -> None:

@@ -398,7 +398,7 @@ def test_ranks_that_differ_get_the_same_error(what: str, message: str) -> None:
 
 def test_strategy_for_one_process_refuses_several() -> None:
     for error in errors_of_ranks(_single, 2):
-        assert "strategy='single_device' on 2 processes" in error
+        assert "strategy='single_device' (SingleDeviceStrategy) on 2 processes" in error
 
 
 def _single() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from run_ranks import RankError, errors_of_ranks, run_ranks
 from samestep.callbacks import EarlyStopping, ModelCheckpoint
-from samestep.strategies import DDPStrategy
+from samestep.strategies import DDPStrategy, Strategy
 from samestep.trainer import CheckpointError, Task
 from samestep.trainer.checkpoint import newest_intact
 from samestep.trainer.checkpoint.folder import verify
@@ -229,7 +229,38 @@ def test_a_manifest_of_nonsense_is_passed_over(content: str, tmp_path: Path) -> 
         verify(Path(last))
 
 
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_saving_replaces_nothing_but_checkpoints(kind: str, tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(ScalarWeight(), ones())
+    target = tmp_path / "mine"
+    notes = target / "notes.txt" if kind == "folder" else target
+    notes.parent.mkdir(exist_ok=True)
+    notes.write_text("mine")
+    with pytest.raises(CheckpointError, match="there is something else of that name, which is not replaced"):
+        trainer.save_checkpoint(target)
+    assert notes.read_text() == "mine"
+    assert os.listdir(tmp_path) == ["mine"]
+    for _ in range(2):  # a checkpoint is replaced
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+    assert ScalarWeight.load_from_checkpoint(tmp_path / "checkpoint").w == trainer.task.w
+
+
 # --- before anything starts ------------------------------------------------------------------
+
+
+class NoCollectives(Strategy):
+    """As a user may write one, with one process in mind."""
+
+
+def build_without_collectives() -> None:
+    quiet_trainer(strategy=NoCollectives())
+
+
+def test_a_strategy_without_collectives_is_refused_on_several_ranks() -> None:
+    build_without_collectives()
+    for error in errors_of_ranks(build_without_collectives, 2):
+        assert "(NoCollectives) on 2 processes: it has no collectives" in error
 
 
 def test_nothing_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_the_parent_checks_before_it_starts_anything(program: Path) -> None:
         sys.executable, "-c", "from samestep.trainer import Trainer; Trainer(devices=2, strategy='single_device')"
     )
     assert done.returncode == 1
-    assert "strategy='single_device' on 2 processes" in done.stderr
+    assert "strategy='single_device' (SingleDeviceStrategy) on 2 processes" in done.stderr
 
 
 def test_a_prompt_can_not_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_an_environment_that_makes_no_sense_is_named(change: dict[str, str | Non
         (FULL, {"devices": 3}, "devices=3, but torchrun started 2 processes"),
         (FULL, {"num_nodes": 3}, "num_nodes=3, but torchrun started 2"),
         ({}, {"num_nodes": 2}, "num_nodes=2 without torchrun"),
-        (FULL, {"strategy": "single_device"}, "strategy='single_device' on 4 processes"),
+        (FULL, {"strategy": "single_device"}, r"strategy='single_device' \(SingleDeviceStrategy\) on 4 processes"),
         (FULL, {"sync_batchnorm": True}, "sync_batchnorm=True on cpu is not supported yet"),
         ({}, {"sync_batchnorm": True, "devices": 2}, "sync_batchnorm=True on cpu is not supported yet"),
     ],

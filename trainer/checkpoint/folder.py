@@ -60,7 +60,7 @@ def write_checkpoint(
     """Write a checkpoint, all ranks together; when it returns, the folder is there and complete on all of them.
 
     Args:
-        path: the folder to make; one that is there is replaced.
+        path: the folder to make; a checkpoint or an empty folder that is there is replaced, anything else is not.
         strategy: the ranks. Rank 0 writes what is common, each rank its own file.
         model: the task's state dict.
         training: goes into training.pt.
@@ -80,6 +80,8 @@ def write_checkpoint(
     first = strategy.rank == 0
 
     def make_folder() -> None:
+        if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
+            raise FileExistsError("there is something else of that name, which is not replaced")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
