@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 
 from . import clipping
 from .environment import Environment
+from .fused import choose_fused, settle
 from .precision import Precision
 
+UnevenInputs = Literal["error", "stop", "join"]
 T = TypeVar("T")
 _NOTHING = nullcontext()
 
@@ -35,9 +37,10 @@ class Strategy:
     """How the processes of a run cooperate. This base is right for one process.
 
     Subclass it, override what your processes do differently, and plug it in with
-    `Trainer(strategy=MyStrategy())`. The trainer calls, in this order: `place` at construction;
-    `setup` when a run starts; `wrap` once per fit; in every step `gradient_sync`, `autocast`,
-    `backward`, `clip_gradients`, `optimizer_step`; the collectives where ranks must agree; `teardown`.
+    `Trainer(strategy=MyStrategy())`. The trainer calls, in this order: `place` and `check_step` at construction;
+    `setup` when a run starts; `prepare_optimizers` and `wrap` in a fit; in every step `gradient_sync`, `autocast`,
+    `backward`, `unscale_gradients`, `clip_gradients`, `optimizer_step`; the collectives where ranks must agree;
+    `teardown`.
 
     Every collective takes a name, which is counted in `collectives`: what a step costs can be tested.
     """
@@ -47,6 +50,17 @@ class Strategy:
     environment: Environment = Environment()
     device: torch.device = torch.device("cpu")
     precision: Precision = Precision()
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss at 16-mixed."""
+    uneven_inputs: UnevenInputs | None = None
+    """What happens when the ranks' training loaders don't end together; see `DDPStrategy`."""
+    uneven_divisor: Literal["active", "initial"] = "active"
+    """Whose mean a gradient is when some ranks have run out of data; see `DDPStrategy`."""
+    fused_optimizer: bool | Literal["auto"] = "auto"
+    """Whether optimizers use torch's fused kernels; see `fused.choose_fused`."""
+    source: int = 0
+    """The rank whose buffers are the model's: 0, or where that has run out of data, one that has not."""
+    _scale: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -74,6 +88,11 @@ class Strategy:
                 "one process."
             )
         self.environment, self.device, self.precision = environment, device, precision
+        self.scaler = precision.make_scaler(device.type)
+        self._scale = 0.0 if self.scaler is None else self.scaler.get_scale()
+
+    def check_step(self, *, accumulation: int, clip_limit: float | None, clip_algorithm: str) -> None:
+        """Refuse what can't go together with these options of the Trainer. Called at its construction."""
 
     def setup(self) -> None:
         """Meet the peers and take the device. Called at the start of every run; must be idempotent."""
@@ -82,6 +101,10 @@ class Strategy:
 
     def teardown(self) -> None:
         """Let go of what `wrap` made. The process groups stay for the next run, until the process ends."""
+
+    def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        """See the optimizers of a fit, before they step or load a state. `module` holds the parameters."""
+        choose_fused(optimizers, module, self.fused_optimizer, scaled=self.scaler is not None)
 
     def wrap(self, step: nn.Module, *, manual: bool = False) -> Callable[..., Any]:
         """Return what to call for a training step.
@@ -108,22 +131,39 @@ class Strategy:
         """Forward and backward inside it reduce gradients over the ranks, or (False) keep them local."""
         return _NOTHING
 
-    def autocast(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """The context in which forward and backward compute in the precision's types."""
-        return self.precision.autocast()
+        return self.precision.autocast(self.device.type)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add the gradients of `loss` (a scalar) to the parameters' `.grad`."""
+        """Add the gradients of `loss` (a scalar) to the parameters' `.grad`; scaled, where there is a `scaler`."""
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
         loss.backward(*args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Bring scaled gradients to their true size, when they are complete: hooks and clipping see that."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
         """Clip the gradients of `optimizer`'s parameters; see `clipping.clip_gradients`."""
         return clipping.clip_gradients(clipping.parameters_of(optimizer), limit, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Update the parameters. False: the step was skipped, on all ranks alike."""
-        optimizer.step()
-        return True
+        """Update the parameters. False: the step was skipped, on all ranks alike, for its gradients are not finite."""
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        # Not told by hooks: a fused optimizer's `step` is called even when it skips. The one sync of the device in a step.
+        before, self._scale = self._scale, self.scaler.get_scale()
+        return self._scale >= before
+
+    def join(self, active: Sequence[int]) -> None:
+        """Called before each step that some ranks have no data for, with the ranks that have; at the end with all."""
+        self.source = 0 if len(active) == self.world_size else active[-1]
 
     # --- collectives -----------------------------------------------------------------------
 
@@ -143,23 +183,26 @@ class Strategy:
         """Return every rank's `value` (anything that can be pickled), in the order of the ranks."""
         return [value]
 
-    def broadcast(self, value: T, *, name: str = "broadcast") -> T:
-        """Return rank 0's `value` (anything that can be pickled) on every rank."""
+    def broadcast(self, value: T, *, source: int = 0, name: str = "broadcast") -> T:
+        """Return the `value` of rank `source` (anything that can be pickled) on every rank."""
         return value
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return when every rank has arrived."""
 
-    def broadcast_tensors(self, tensors: Iterable[Tensor], *, name: str) -> None:
-        """Overwrite the tensors with rank 0's, in place. All ranks give the same shapes and types."""
+    def broadcast_tensors(self, tensors: Iterable[Tensor], *, source: int = 0, name: str) -> None:
+        """Overwrite the tensors with those of rank `source`, in place. All ranks give the same shapes and types."""
 
     def broadcast_module(self, module: nn.Module) -> None:
         """Give every rank rank 0's parameters and buffers."""
         self.broadcast_tensors([*module.parameters(), *module.buffers()], name="module")
 
-    def broadcast_buffers(self, module: nn.Module) -> None:
-        """Give every rank rank 0's buffers: each rank's BatchNorm has seen other samples."""
-        self.broadcast_tensors(module.buffers(), name="buffers")
+    def synchronize(self, module: nn.Module) -> None:
+        """Make the ranks' modules equal, before an evaluation or a checkpoint: each BatchNorm has seen other samples.
+
+        Trained parameters are equal already.
+        """
+        self.broadcast_tensors(module.buffers(), source=self.source, name="buffers")
 
     # --- state -----------------------------------------------------------------------------
 
@@ -178,3 +221,21 @@ class Strategy:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what `optimizer_state` returned."""
         optimizer.load_state_dict(state)
+        settle(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The strategy's own state, the same on all ranks: what a resumed run needs. Plain types and tensors only."""
+        return {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(dict(state["scaler"]))
+            self._scale = self.scaler.get_scale()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """The strategy's state that is this rank's own, such as the error memory of a compressed reduction."""
+        return {}
+
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `rank_state_dict` returned."""

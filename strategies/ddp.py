@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,31 +15,63 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors  # pyright: ignore
 from torch.optim import Optimizer
 
-from . import process_groups
-from .base import Pending, Strategy
+from . import comm_hooks, sync_batchnorm
+from .base import UnevenInputs
+from .compiled import CompileOrder, CountedCompile
+from .ddp_arguments import COMPILE_ORDERS, UNEVEN_INPUTS, DDPArguments, one_of, refuse_pairs
 from .environment import Environment
+from .fused import is_fused
+from .optimizer_in_backward import OptimizerInBackward
 from .precision import Precision
+from .process_group_strategy import ProcessGroupStrategy
 from .same_model import check_same_model, check_same_parameters
+from .used_parameters import UsedParameters
 
-T = TypeVar("T")
 _NOTHING = nullcontext()
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-# Small tensors travel together, up to this many elements a bundle.
-_BUNDLE_ELEMENTS = 1 << 20
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(ProcessGroupStrategy):
     """PyTorch's DistributedDataParallel, on gloo (CPU) or NCCL (CUDA).
 
+    Pairs of levers that can't go together are refused, here or when the Trainer is built; docs/ddp-matrix.md shows all.
+
     Args:
-        timeout: how long a rank waits for the others in one collective before it fails.
-        find_unused_parameters: let parameters go without a gradient in some steps. Costs a walk over the
-            autograd graph in every step, and the buckets never adapt to the order of the backward.
-            Manual optimization turns it on, since each of its backwards reaches only some parameters.
-        gradient_as_bucket_view: gradients are views into the communication buckets, which saves a copy
+        timeout: how long a rank waits for the others in one collective before it fails, once the first step is done.
+        startup_timeout: the same until then: other ranks may be building a model or compiling. Default: 30 minutes,
+            or `timeout` where that is longer.
+        bucket_cap_mb: size of a communication bucket in MiB. None: torch's 25, with a first bucket of 1, which goes off
+            early. Smaller ones overlap better with the backward, larger ones lose less time to latency.
+        bucket_cap_mb_list: MiB of the first, second, … bucket; the last number stands for the rest.
+        gradient_as_bucket_view: gradients are views into the communication buckets, which saves a copy and the memory
             of all gradients. Clone a `.grad` before you keep it: the next backward overwrites it.
-        bucket_cap_mb: size of a communication bucket in MiB. None: torch's 25, with a first bucket of 1.
-        sync_batchnorm: convert BatchNorm layers to torch's SyncBatchNorm (CUDA only, for now).
+        static_graph: every step uses the same parameters in the same way. Unused ones are found once, and reentrant
+            checkpoints work. torch fails where it is not true. With accumulation, each micro-batch of the first step
+            is reduced: torch learns the graph there.
+        find_unused_parameters: let parameters go without a gradient in some steps, or on some ranks. Costs a walk over
+            the autograd graph in every step, and the buckets never adapt to the order of the backward. Manual
+            optimization turns it on, since each of its backwards reaches only some parameters.
+        forward_sync_buffers: broadcast rank 0's buffers (BatchNorm's running statistics) before each forward. False saves
+            that message; before an evaluation and a checkpoint all ranks get rank 0's either way.
+        init_sync: broadcast rank 0's parameters and buffers when the model is wrapped. False saves that for large models
+            that are equal already, which is checked by their sums.
+        batched_grad_copy: copy the gradients into the buckets in one kernel (torch 2.13), for many small parameters.
+        device_mesh: a one-dimensional mesh of all ranks, in place of our process group.
+        sync_batchnorm: normalize over the batches of all ranks: torch's SyncBatchNorm on CUDA, ours elsewhere. Two
+            collectives for each layer and step.
+        compile: "before_ddp" compiles the task's step and wraps that, "after_ddp" compiles the wrapped one. Both split the
+            graph at the buckets, so that communication overlaps; checkpoints hold the same names as without.
+        compile_options: arguments of `torch.compile`, such as `{"mode": "max-autotune"}` or `{"backend": "aot_eager"}`.
+        comm_hook: how gradients are reduced: a name ("fp16", "bf16", "quantize8", "powersgd", "post_local_sgd",
+            "hierarchical"), an object of `strategies.comm_hooks`, or a function `(state, bucket) -> Future[Tensor]`.
+        comm_hook_state: the first argument of that function.
+        uneven_inputs: when the ranks' training loaders don't end together: "error" (default for loaders with a length)
+            compares the lengths at each epoch's start; "stop" (default for those without) ends the epoch with the
+            first that ends; "join" goes on until all have ended, a rank without data taking part in each step with
+            a gradient of zero. So optimizers, schedulers and hooks are the same on all ranks at all times.
+        uneven_divisor: "active": the gradient is the mean over the micro-batches that are there; "initial": those that are
+            missing count as zero, as in torch's Join by default.
+        fused_optimizer: "auto": torch's fused kernels, where device, type and optimizer allow; True: or an error.
+        optimizer_in_backward: update each bucket's parameters as its reduction ends, while the backward goes on.
     """
 
     name: ClassVar[str] = "ddp"
@@ -49,44 +80,118 @@ class DDPStrategy(Strategy):
         self,
         *,
         timeout: timedelta = timedelta(minutes=10),
-        find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = True,
+        startup_timeout: timedelta | None = None,
         bucket_cap_mb: float | None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        forward_sync_buffers: bool = True,
+        init_sync: bool = True,
+        batched_grad_copy: bool = False,
+        device_mesh: Any = None,
         sync_batchnorm: bool = False,
+        compile: CompileOrder = "off",
+        compile_options: Mapping[str, Any] | None = None,
+        comm_hook: str | comm_hooks.CommHook | Callable[..., Any] | None = None,
+        comm_hook_state: Any = None,
+        uneven_inputs: UnevenInputs | None = None,
+        uneven_divisor: Literal["active", "initial"] = "active",
+        fused_optimizer: bool | Literal["auto"] = "auto",
+        optimizer_in_backward: bool = False,
     ) -> None:
-        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb}: expected MiB above 0, or None for torch's default.")
-        if timeout <= timedelta(0):
-            raise ValueError(f"timeout={timeout}: expected a timedelta above 0.")
-        self.timeout = timeout
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.bucket_cap_mb = bucket_cap_mb
+        super().__init__(timeout=timeout, startup_timeout=startup_timeout)
+        one_of("compile", compile, COMPILE_ORDERS)
+        one_of("uneven_divisor", uneven_divisor, ("active", "initial"))
+        if uneven_inputs is not None:
+            one_of("uneven_inputs", uneven_inputs, UNEVEN_INPUTS)
+        if fused_optimizer not in (True, False, "auto"):
+            raise ValueError(f"fused_optimizer={fused_optimizer!r}: expected True, False or 'auto'.")
+        if compile_options and compile == "off":
+            raise ValueError(
+                "compile_options without compile: say compile='before_ddp' or 'after_ddp', or leave them out."
+            )
+        caps = None if bucket_cap_mb_list is None else tuple(bucket_cap_mb_list)
+        self.arguments = DDPArguments(
+            bucket_cap_mb, caps, gradient_as_bucket_view, static_graph, find_unused_parameters, forward_sync_buffers,
+            init_sync, batched_grad_copy, device_mesh,
+        )  # fmt: skip
         self.sync_batchnorm = sync_batchnorm
+        self.compile, self.compile_options = compile, dict(compile_options or {})
+        self.comm_hook = comm_hooks.resolve(comm_hook, comm_hook_state)
+        self.uneven_inputs, self.uneven_divisor = uneven_inputs, uneven_divisor
+        self.fused_optimizer, self.optimizer_in_backward = fused_optimizer, optimizer_in_backward
+        refuse_pairs(self._pairs())
         self.model: DistributedDataParallel | None = None
-        self.collectives: Counter[str] = Counter()
         self._manual = False
-        self._groups: process_groups.ProcessGroups | None = None
+        self._optimizers: list[Optimizer] = []
+        self._in_backward: OptimizerInBackward | None = None
+        self._compiled: CountedCompile | None = None
+        self._used: UsedParameters | None = None
+        self._learns_graph = self._settled = self._in_our_backward = False
+
+    def _pairs(self) -> Iterable[tuple[bool, str, str, str]]:
+        arguments, local = self.arguments, self.comm_hook is not None and self.comm_hook.ranks_differ
+        joins, in_backward = self.uneven_inputs == "join", self.optimizer_in_backward
+        small = arguments.bucket_cap_mb is not None and arguments.bucket_cap_mb < 1
+        return (
+            (self.compile != "off" and small, "compile", f"bucket_cap_mb={arguments.bucket_cap_mb}",
+             "torch splits the compiled graph at the buckets, and expects its first, of 1 MiB, to be the smallest"),
+            (joins and self.sync_batchnorm, "uneven_inputs='join'", "sync_batchnorm",
+             "a rank without data runs no BatchNorm, and the others would wait for it. Use uneven_inputs='stop'"),
+            (joins and arguments.static_graph, "uneven_inputs='join'", "static_graph",
+             "a rank without data has another graph. Use uneven_inputs='stop'"),
+            (joins and local, "uneven_inputs='join'", "comm_hook='post_local_sgd'",
+             "a rank without data would average in weights that have seen none. Use uneven_inputs='stop'"),
+            (in_backward and arguments.find_unused_parameters, "optimizer_in_backward", "find_unused_parameters",
+             "a parameter without any gradient would be updated with zeros (weight decay, momentum)"),
+            (in_backward and not arguments.gradient_as_bucket_view, "optimizer_in_backward", "gradient_as_bucket_view=False",
+             "the update reads the reduced gradients from the bucket"),
+            (in_backward and local, "optimizer_in_backward", "comm_hook='post_local_sgd'",
+             "the parameters are averaged between steps"),
+        )  # fmt: skip
 
     # --- the life of a run -----------------------------------------------------------------
 
     def place(self, environment: Environment, device: torch.device, precision: Precision) -> None:
-        """Take the place; refuse a SyncBatchNorm that torch would refuse in the middle of the run."""
-        if self.sync_batchnorm and device.type != "cuda" and environment.world_size > 1:
-            raise ValueError(
-                f"sync_batchnorm=True on {device.type} is not supported yet: torch's SyncBatchNorm works on CUDA "
-                "only. Leave it out (each rank then normalizes over its own micro-batch), or use GPUs."
-            )
+        """Take the place; refuse what the precision excludes."""
+        local = self.comm_hook is not None and self.comm_hook.ranks_differ
+        refuse_pairs((
+            (self.optimizer_in_backward and precision.scales_loss, "optimizer_in_backward", f"precision={precision.name!r}",
+             "the scaler must see all gradients before it knows whether the step is taken. Use bf16-mixed"),
+            (local and precision.scales_loss, "comm_hook='post_local_sgd'", f"precision={precision.name!r}",
+             "the ranks' gradients differ, and so would their decision to skip a step. Use bf16-mixed"),
+        ))  # fmt: skip
         super().place(environment, device, precision)
 
-    def setup(self) -> None:
-        """Join the process groups of the job."""
-        super().setup()
-        self._groups = process_groups.join(self.environment, self.device, self.timeout)
+    def check_step(self, *, accumulation: int, clip_limit: float | None, clip_algorithm: str) -> None:
+        """Refuse what an update inside the backward can't wait for."""
+        on = self.optimizer_in_backward
+        refuse_pairs((
+            (on and accumulation > 1, "optimizer_in_backward", f"accumulate_grad_batches={accumulation}",
+             "each backward updates the parameters"),
+            (on and clip_limit is not None, "optimizer_in_backward", f"gradient_clip_val={clip_limit}",
+             "the norm is known when all gradients are, and the first parameters are updated before that"),
+        ))  # fmt: skip
 
     def teardown(self) -> None:
-        """Drop the DDP wrapper, and with it the hooks it set on the parameters."""
-        self.model = None
+        """Drop the DDP wrapper, with the hooks it set on the parameters, and what was converted for it."""
+        if self.model is not None:
+            self.unwrap(cast("nn.Module", self.model.module))
+        self._optimizers, self._used = [], None
+
+    def unwrap(self, step: nn.Module) -> None:
+        """Give the step back as it was before `wrap`."""
+        if self.comm_hook is not None:
+            self.comm_hook.teardown()
+        if self.sync_batchnorm:
+            sync_batchnorm.revert(step)
+        self.model = self._in_backward = None
+
+    def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        """Keep them for the panel, and for updates inside the backward."""
+        super().prepare_optimizers(optimizers, module)
+        self._optimizers = list(optimizers)
 
     def wrap(self, step: nn.Module, *, manual: bool = False) -> Callable[..., Any]:
         """Wrap in DistributedDataParallel, after a check that all ranks hold the same model."""
@@ -94,53 +199,108 @@ class DDPStrategy(Strategy):
             raise ValueError(
                 "the task holds a DistributedDataParallel already: give the plain module, DDPStrategy wraps it."
             )
+        if self.model is not None:
+            self.unwrap(step)
+        arguments = self.arguments
+        if manual:
+            refuse_pairs((
+                (on, lever, "automatic_optimization=False", why)
+                for on, lever, why in (
+                    (arguments.static_graph, "static_graph", "each of its backwards has another graph"),
+                    (self.optimizer_in_backward, "optimizer_in_backward", "the task steps its optimizers by itself"),
+                    (self.compile != "off", "compile", "its backwards run inside the step. Compile the networks in the task"),
+                    (self.uneven_inputs == "join", "uneven_inputs='join'",
+                     "how many backwards a step has is not known to a rank without data. Use 'stop'"),
+                )
+            ))  # fmt: skip
         check_same_model(step, self.gather_objects)
         if not any(parameter.requires_grad for parameter in step.parameters()):
             self.broadcast_module(step)  # nothing to reduce: DDP refuses such a module
             return step.forward
+        if not arguments.init_sync:
+            check_same_parameters(step, self.all_gather)
         if self.sync_batchnorm and self.world_size > 1:
-            nn.SyncBatchNorm.convert_sync_batchnorm(step, self.groups.training)
-        self._manual = manual
-        self.model = DistributedDataParallel(
-            step,
-            process_group=self.groups.training,
-            bucket_cap_mb=self.bucket_cap_mb,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            find_unused_parameters=self.find_unused_parameters or manual,
-        )
+            step = sync_batchnorm.convert(step, self, self.device.type)
+        self._manual, self._settled = manual, False
+        self._learns_graph = arguments.static_graph
+        if self.compile == "before_ddp":
+            self._compiled = CountedCompile(step, self.compile_options)
+        _name_ignored(step)
+        keywords = arguments.keywords(self.groups.training)
+        if manual:
+            keywords["find_unused_parameters"] = True
+        self.model = DistributedDataParallel(step, **keywords)
+        if self.compile == "after_ddp":
+            self._compiled = CountedCompile(self.model, self.compile_options)
+        self._register_hooks(self.model)
+        self._used = None
+        if not manual:
+            self._used = UsedParameters(
+                step,
+                finds_unused=arguments.find_unused_parameters,
+                static_graph=arguments.static_graph,
+                ignored=self.model.parameters_to_ignore,
+            )
         return self._manual_step if manual else self.model
+
+    def _register_hooks(self, model: DistributedDataParallel) -> None:
+        """How gradients are reduced, and what is updated behind it."""
+        hook = self.comm_hook
+        if hook is not None:
+            named = cast("nn.Module", model.module).named_parameters()
+            hook.setup(self._hook_context({id(parameter): name.removeprefix("task.") for name, parameter in named}))
+        if self.optimizer_in_backward:
+            self._in_backward = OptimizerInBackward(self._optimizers[0], self._mean if hook is None else hook.reduce)
+            comm_hooks.register(model, self._in_backward.reduce)
+        elif hook is not None:
+            comm_hooks.register(model, hook.reduce)
 
     def check_same_parameters(self, module: nn.Module) -> None:
         """Compare the parameters' sums over the ranks; see `same_model.check_same_parameters`."""
         check_same_parameters(module, self.all_gather)
 
-    @contextmanager
-    def patience(self) -> Generator[None]:
-        """Wait for a day in the collectives inside: others may be downloading. A rank that dies is seen at once."""
-        set_timeout: Any = dist.distributed_c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage]
-        set_timeout(timedelta(days=1), self.groups.control)
-        try:
-            yield
-        finally:
-            set_timeout(self.timeout, self.groups.control)
+    def synchronize(self, module: nn.Module) -> None:
+        """Make parameters equal where a communication hook lets them differ, and give every rank rank 0's buffers."""
+        if self.comm_hook is not None and self.comm_hook.ranks_differ:
+            self.comm_hook.synchronize(module.parameters())
+        super().synchronize(module)
 
     def describe(self) -> dict[str, str]:
-        """Backend, and the communication buckets as DDP lays them out before the first step."""
+        """Backend, the communication buckets as DDP lays them out before the first step, and the levers that are on."""
         lines = {"backend": "nccl" if self.device.type == "cuda" else "gloo"}
         if self.model is not None:
             data: dict[str, Any] = self.model._get_ddp_logging_data()  # pyright: ignore
             sizes = [int(size) for size in str(data.get("bucket_sizes", "")).split(",") if size.strip()]
-            cap = self.bucket_cap_mb or 25
-            lines["buckets"] = f"{len(sizes)} ({sum(sizes) / 2**20:.2f} MiB; cap {cap:g} MiB)"
+            caps = self.arguments.bucket_cap_mb_list or (self.arguments.bucket_cap_mb or 25,)
+            lines["buckets"] = (
+                f"{len(sizes)} ({sum(sizes) / 2**20:.2f} MiB; cap {', '.join(f'{cap:g}' for cap in caps)} MiB)"
+            )
+        where = ", in backward" if self._in_backward is not None else ""
+        for optimizer in self._optimizers:
+            fused = ", fused" if is_fused(optimizer) else ""
+            if fused or where:
+                lines["optimizer"] = f"{type(optimizer).__name__}{fused}{where}"
+        if self.comm_hook is not None:
+            lines["gradients"] = self.comm_hook.describe()
+        if self.compile != "off":
+            lines["compile"] = self.compile
         return lines
 
     # --- one step --------------------------------------------------------------------------
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """DDP decides in forward whether the backward will reduce: forward must be inside, too."""
-        if enabled or self.model is None:
+        # torch learns a static graph in the first backwards, and fails there unless they reduce. The mean stays right:
+        # what is reduced already is equal on all ranks.
+        if enabled or self.model is None or self._learns_graph:
             return _NOTHING
         return self.model.no_sync()
+
+    def join(self, active: Sequence[int]) -> None:
+        """Leave each rank its own buffers: rank 0's may be those of a rank without data."""
+        super().join(active)
+        if self.model is not None:
+            self.model.require_forward_param_sync = len(active) == self.world_size
 
     def _manual_step(self, *args: Any) -> Any:
         # `training_step` runs its backwards before DDP.forward returns, so DDP must not wait for one
@@ -149,22 +309,96 @@ class DDPStrategy(Strategy):
         self.model.require_backward_grad_sync = False
         self.model.require_forward_param_sync = True
         try:
-            return self.model(*args)
+            if self._settled:
+                return self.model(*args)
+            with self._refuse_plain_backward(self.model):
+                output = self.model(*args)
+            self._settle()
+            return output
         finally:
             self.model.require_backward_grad_sync = True
 
+    @contextmanager
+    def _refuse_plain_backward(self, model: DistributedDataParallel) -> Generator[None]:
+        """Raise where a backward is not ours: its gradients would stay on their rank. In the first step only."""
+
+        def check(_: Tensor) -> None:
+            if not self._in_our_backward:
+                raise RuntimeError(
+                    "loss.backward() in manual optimization leaves each rank its own gradients: expected "
+                    "self.manual_backward(loss), which averages them over the ranks."
+                )
+
+        parameters = [p for p in cast("nn.Module", model.module).parameters() if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(check) for p in parameters] if self.world_size > 1 else []
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward, with the reduction of the gradients over the ranks inside it."""
-        if self._manual and self.model is not None:
+        model = self.model
+        if self._manual and model is not None:
             tensors: list[Tensor] = list(_find_tensors(loss))  # pyright: ignore[reportUnknownArgumentType]
-            self.model.reducer.prepare_for_backward(tensors)
-        loss.backward(*args, **kwargs)
+            model.reducer.prepare_for_backward(tensors)
+        elif self._used is not None and model is not None and model.require_backward_grad_sync:
+            used, self._used = self._used, None
+            used.check(loss, self.gather_objects)
+        self._in_our_backward = True
+        try:
+            super().backward(loss, *args, **kwargs)
+        finally:
+            self._in_our_backward = False
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step, after a check that every gradient was reduced: DDP itself says so in the next forward, too late."""
-        if self.model is not None and not self._manual:
-            self._check_reduced(self.model)
-        return super().optimizer_step(optimizer)
+        model = self.model
+        if model is None or self._manual:
+            return super().optimizer_step(optimizer)
+        self._check_reduced(model)
+        if self._in_backward is not None:
+            self._in_backward.step()
+            stepped = True
+        else:
+            if self.scaler is not None and model.parameters_to_ignore:
+                self._share_found_inf(optimizer)
+            stepped = super().optimizer_step(optimizer)
+        if self.comm_hook is not None and stepped:
+            self.comm_hook.after_step(cast("nn.Module", model.module).parameters())
+        if not self._settled:
+            self._settle()
+        return stepped
+
+    def _settle(self) -> None:
+        """The first step is done: all ranks are where they should be, and torch knows a static graph."""
+        self._settled, self._learns_graph = True, False
+        self.allow(self.timeout)
+
+    def _share_found_inf(self, optimizer: Optimizer) -> None:
+        """Let all ranks skip where one must: gradients that DDP does not reduce are inf or NaN on some ranks only."""
+        assert self.scaler is not None
+        states: Any = self.scaler._per_optimizer_states  # pyright: ignore
+        if not states[id(optimizer)]["found_inf_per_device"]:
+            self.scaler.unscale_(optimizer)
+        for found in states[id(optimizer)]["found_inf_per_device"].values():
+            self.all_reduce(found, "max", name="found inf")
+
+    def _mean(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The mean of a bucket as DDP without a hook computes it: divided first, then summed."""
+        buffer = bucket.buffer().div_(self.world_size)
+        work: Any = dist.all_reduce(buffer, group=self.groups.training, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])  # pyright: ignore
+
+    def _hook_context(self, names: Mapping[int, str]) -> comm_hooks.HookContext:
+        def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+            group: Any = dist.new_group(list(ranks), timeout=self.timeout)
+            return None if group is dist.GroupMember.NON_GROUP_MEMBER else group
+
+        group = new_group(range(self.world_size))
+        assert group is not None
+        return comm_hooks.HookContext(group, self.environment, self.device, names, new_group)
 
     def _check_reduced(self, model: DistributedDataParallel) -> None:
         try:
@@ -186,80 +420,31 @@ class DDPStrategy(Strategy):
                 "never used, remove or freeze them (requires_grad_(False))."
             ) from error
 
-    # --- collectives -----------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------
 
-    @property
-    def groups(self) -> process_groups.ProcessGroups:
-        """The process groups, joined by `setup`."""
-        if self._groups is None:
-            raise RuntimeError("the ranks have not met yet: collectives work inside fit, validate, test and predict.")
-        return self._groups
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What the communication hook keeps of each rank's own; and the optimizers, where they differ with the ranks."""
+        if self.comm_hook is None:
+            return {}
+        state: dict[str, Any] = {"comm_hook": self.comm_hook.state_dict()}
+        if self.comm_hook.ranks_differ:
+            state["optimizers"] = [optimizer.state_dict() for optimizer in self._optimizers]
+        return state
 
-    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup:
-        return self.groups.training if tensor.is_cuda else self.groups.control
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give it back to the hook and the optimizers."""
+        if self.comm_hook is not None and "comm_hook" in state:
+            self.comm_hook.load_state_dict(state["comm_hook"])
+        for optimizer, own in zip(self._optimizers, state.get("optimizers", ()), strict=False):
+            self.load_optimizer_state(optimizer, own)
 
-    @contextmanager
-    def _named(self, name: str) -> Generator[None]:
-        self.collectives[name] += 1
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} could not finish the collective {name!r} with the other "
-                f"{self.world_size - 1}: one of them has ended or did not come. Its own message says why. ({error})"
-            ) from error
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, name: str) -> Tensor:
-        """Reduce over the ranks in place."""
-        with self._named(name):
-            dist.all_reduce(tensor, _OPERATIONS[op], group=self._group_of(tensor))
-        return tensor
-
-    def start_all_reduce_max(self, tensor: Tensor, *, name: str) -> Pending:
-        """Start the maximum on the control group, where it waits behind no gradient."""
-        with self._named(name):
-            return Pending(tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self.groups.control, async_op=True))
-
-    def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Gather over the ranks."""
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with self._named(name):
-            dist.all_gather(parts, tensor.contiguous(), group=self._group_of(tensor))
-        return torch.stack(parts)
-
-    def gather_objects(self, value: T, *, name: str) -> list[T]:
-        """Gather pickled objects on the control group."""
-        values: list[Any] = [None] * self.world_size
-        with self._named(name):
-            dist.all_gather_object(values, value, group=self.groups.control)
-        return values
-
-    def broadcast(self, value: T, *, name: str = "broadcast") -> T:
-        """Broadcast a pickled object on the control group."""
-        values = [value]
-        with self._named(name):
-            dist.broadcast_object_list(values, src=0, group=self.groups.control)
-        return values[0]
-
-    def barrier(self, *, name: str = "barrier") -> None:
-        """Wait for all ranks on the control group: the device is not touched."""
-        with self._named(name):
-            dist.barrier(group=self.groups.control)
-
-    def broadcast_tensors(self, tensors: Iterable[Tensor], *, name: str) -> None:
-        """Broadcast rank 0's values, small tensors of one type and device bundled into one message."""
-        bundles: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
-        for tensor in tensors:
-            lists = bundles.setdefault((tensor.dtype, tensor.device), [[]])
-            if lists[-1] and sum(t.numel() for t in lists[-1]) + tensor.numel() > _BUNDLE_ELEMENTS:
-                lists.append([])
-            lists[-1].append(tensor)
-        for bundle in (bundle for lists in bundles.values() for bundle in lists):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bundle])
-            with self._named(name):
-                dist.broadcast(flat, src=0, group=self._group_of(flat))
-            with torch.no_grad():
-                for tensor, part in zip(
-                    bundle, cast("tuple[Tensor, ...]", flat.split([t.numel() for t in bundle])), strict=True
-                ):
-                    tensor.copy_(part.view_as(tensor))
+def _name_ignored(step: nn.Module) -> None:
+    """Tell DDP, under the step's names, what the user's modules want to be left out of the reduction."""
+    ignored = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in step.named_modules()
+        for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ]
+    if ignored:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, ignored)  # pyright: ignore

@@ -63,7 +63,11 @@ def check_same_parameters(module: nn.Module, all_gather: Callable[..., Tensor]) 
     Raises:
         RuntimeError: on every rank, naming the first parameter that differs, and the rank.
     """
-    named = [(name, tensor.detach()) for name, tensor in module.named_parameters() if tensor.numel()]
+    named = [
+        (name, tensor.detach())
+        for name, tensor in module.named_parameters()
+        if tensor.numel() and not getattr(tensor, "_ddp_ignored", False)
+    ]
     if not named:
         return
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for _, tensor in named]

@@ -34,7 +34,8 @@ class TrainerConfig:
     or a `Strategy` object, given to `Trainer(strategy=…)`."""
 
     precision: int | str = "32-true"
-    """`32-true` or `64-true` (also 32, 64)."""
+    """`32-true`, `64-true`, `bf16-mixed`, `16-mixed`, `bf16-true` or `16-true` (also 32, 64, "bf16" and 16, which are
+    mixed); see `Precision`."""
 
     max_epochs: int | None = None
     """Epochs to train; -1: no limit. None: 1000, or no limit where `max_steps` or `max_time` is given."""

@@ -71,7 +71,7 @@ class EvaluationLoop:
         before, trainer.active_log = trainer.active_log, log
         kept: list[list[Any]] = []
         # On each rank BatchNorm has seen other samples: rank 0's statistics count, as in the checkpoint.
-        trainer.strategy.broadcast_buffers(task)
+        trainer.strategy.synchronize(task)
         with self._mode():
             self._call("start")
             self._call("epoch_start")

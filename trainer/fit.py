@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
 from .control import STOP, ControlWord
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
+from .data.windows import Window
 from .evaluation import VALIDATION, EvaluationLoop
 from .hooks import HookTable, overrides
 from .loop import TrainingLoop
@@ -50,6 +51,10 @@ class FitRun:
         self._checkpoint = checkpoint
         self._rng_inside_epoch: dict[str, Any] | None = None
         config = trainer.config
+        self.uneven = self._uneven_policy()
+        """What happens when loaders end apart: "stop" or "join"; None: they can't."""
+        self.length = self._common_length(0)
+        """Batches of an epoch, on every rank; None where it can't be known."""
         self._max_steps = config.max_steps if config.max_steps >= 0 else _NEVER
         self._validation_interval = self._interval()
         self._next_validation = _NEVER
@@ -59,8 +64,10 @@ class FitRun:
         """Build optimizers, resume, wrap, check the validation; return the loop, ready for its first epoch."""
         trainer, config = self.trainer, self.trainer.config
         self._refuse_what_excludes_manual_optimization()
-        trainer.plan = make_plan(config, self.train_loader, trainer.world_size)
+        self._refuse_what_excludes_scaling()
+        trainer.plan = make_plan(config, self.train_loader, self.length, trainer.world_size)
         trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(self.task)
+        trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
         loop = TrainingLoop(self)
@@ -103,6 +110,15 @@ class FitRun:
                 "automatic_optimization=False, accumulate and clip in training_step (self.clip_gradients)."
             )
 
+    def _refuse_what_excludes_scaling(self) -> None:
+        own = [name for name in ("optimizer_step", "backward") if overrides(self.task, name, Task)]
+        if self.trainer.strategy.scaler is not None and (own or not self.task.automatic_optimization):
+            raise ValueError(
+                f"precision='16-mixed' with {own[0] if own else 'automatic_optimization=False'}: the trainer scales the loss "
+                "and decides whether a step is taken, which the task would pass over. Use bf16-mixed, which needs no "
+                "scaling."
+            )
+
     def _seed_ranks(self) -> None:
         """From here on every rank draws its own random numbers, all of them functions of the run's seed."""
         if self.trainer.config.seed is not None or self.trainer.world_size > 1:
@@ -118,6 +134,7 @@ class FitRun:
         state = read_rank_state(self._checkpoint, self.trainer.global_rank)
         if state is None:
             return  # on more ranks than before, the new ones go on from their own seed
+        self.trainer.strategy.load_rank_state_dict(state.get("strategy", {}))
         if self.trainer.progress.batch_idx:
             self._rng_inside_epoch = state["rng"]
         else:
@@ -170,12 +187,12 @@ class FitRun:
         config = self.trainer.config
         return progress.epochs_done >= (config.min_epochs or 0) and progress.global_step >= (config.min_steps or 0)
 
-    def on_device(self, windows: Iterator[tuple[int, Iterable[Any]]]) -> Iterator[tuple[int, Iterable[Any]]]:
+    def on_device(self, windows: Iterator[Window]) -> Iterator[Window]:
         """The windows with their batches on the device."""
         transfer = self.transfer
         if transfer is None:
             return windows
-        return ((size, (transfer(batch, 0) for batch in batches)) for size, batches in windows)
+        return (window._replace(batches=(transfer(batch, 0) for batch in window.batches)) for window in windows)
 
     def loader_of_epoch(self, epoch: int) -> PreparedLoader:
         """The training loader, ordered for the epoch, and as long on every rank.
@@ -183,20 +200,45 @@ class FitRun:
         Raises:
             RuntimeError: on every rank, with all lengths.
         """
-        loader, strategy = self.train_loader, self.trainer.strategy
-        loader.set_epoch(epoch)
-        lengths = strategy.gather_objects(loader.length, name="lengths of the training loader")
+        self.train_loader.set_epoch(epoch)
+        self.length = self._common_length(epoch)
+        self._plan_validation(self.length)
+        return self.train_loader
+
+    def _uneven_policy(self) -> Literal["stop", "join"] | None:
+        strategy = self.trainer.strategy
+        unsized = strategy.gather_objects(self.train_loader.length is None, name="which loaders have a length")
+        if strategy.world_size == 1 or strategy.uneven_inputs == "error":
+            return None
+        return strategy.uneven_inputs or ("stop" if any(unsized) else None)
+
+    def _common_length(self, epoch: int) -> int | None:
+        """Batches of the epoch on every rank: of the one that ends first or last, where they may end apart."""
+        lengths = self.trainer.strategy.gather_objects(self.train_loader.length, name="lengths of the training loader")
+        known = [length for length in lengths if length is not None]
+        if self.uneven is not None:
+            return None if len(known) < len(lengths) else max(known) if self.uneven == "join" else min(known)
         if len(set(lengths)) > 1:
             each = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
             raise RuntimeError(
                 f"the training loader's length differs ({each} batches), so the longer ranks would wait for the shorter: "
-                "expected the same on every rank. Deal the samples evenly, or set limit_train_batches="
-                f"{min(length for length in lengths if length is not None)}."
-                if None not in lengths
+                "expected the same on every rank. Deal the samples evenly, set limit_train_batches="
+                f"{min(known)}, or choose DDPStrategy(uneven_inputs='stop') or 'join'."
+                if len(known) == len(lengths)
                 else f"the training loader has a length on some ranks only ({each}): expected it on all."
             )
-        self._plan_validation(loader.length)
-        return loader
+        return lengths[0]
+
+    def bring_together(self, source: int) -> None:
+        """An epoch is over that some ranks had no data for at its end: what they missed comes from one that had."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        strategy.synchronize(self.task)
+        strategy.join(range(strategy.world_size))
+        states = [callback.state_dict() for callback in trainer.callbacks]
+        theirs = strategy.broadcast(states, source=source, name="state of the callbacks")
+        for callback, mine, state in zip(trainer.callbacks, states, theirs, strict=True):
+            if mine or state:
+                callback.load_state_dict(state)
 
     def after_loader_started(self) -> None:
         """The loader has drawn from the random numbers: now a resume inside an epoch takes up its own."""
@@ -241,7 +283,7 @@ class FitRun:
 
     def _interval(self) -> int | float | None:
         """Batches between validations; None: at the end of an epoch."""
-        value, length = self.trainer.config.val_check_interval, self.train_loader.length
+        value, length = self.trainer.config.val_check_interval, self.length
         if value is None or (isinstance(value, float) and value == 1.0):
             return None
         if isinstance(value, int):

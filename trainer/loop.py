@@ -8,20 +8,25 @@ step:   for each micro-batch of the window: forward, backward;  then clip, updat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .control import STOP
-from .data.windows import windows
+from .data.uneven import uneven_windows
+from .data.windows import Window, windows
 from .hooks import overrides
 from .metric_log import MetricLog
 from .task import Task
 
 if TYPE_CHECKING:
     from .fit import FitRun
+
+
+NO_BATCH = object()
+"""In the place of a batch: this rank has none left, and takes part in the step with a gradient of zero."""
 
 
 class StepModule(nn.Module):
@@ -36,7 +41,7 @@ class StepModule(nn.Module):
 
     def forward(self, batch: Any, batch_idx: int) -> Any:
         """Run the step; None becomes a loss of zero, so that this rank's backward pairs with its peers'."""
-        output = self.training_step(batch, batch_idx)
+        output = None if batch is NO_BATCH else self.training_step(batch, batch_idx)
         if output is None and not self.manual:
             return sum(p.flatten()[:0].abs().sum() for p in self.task.parameters() if p.requires_grad)
         return output
@@ -62,13 +67,17 @@ class TrainingLoop:
         self.zero_grad = self._zero_grad_of_task if overrides(self.task, "optimizer_zero_grad", Task) else zero_grad
         self.clips_itself = overrides(self.task, "configure_gradient_clipping", Task)
         self.steps_itself = overrides(self.task, "optimizer_step", Task)
-        self.train_window = self.train_step if self.task.automatic_optimization else self.manual_step
+        self.take_step = self.train_step if self.task.automatic_optimization else self.manual_step
+        self.train_window = self.take_step if run.uneven is None else self.uneven_step
+        self.logged_in_graph = self.task.logged_in_graph
         self.log = MetricLog(self.strategy, self.task, weighted_steps=self.window > 1)
         self.steps_happened = 0  # counted by hooks on the optimizers, where the task calls them itself
         if self.steps_itself or not self.task.automatic_optimization:
             self._count_steps()
         self.skip_epoch = False
         self.length: int | None = None
+        self.last_active: int | None = None
+        """The highest rank that had data in the last step, where some ranks had none."""
 
     def wrap(self) -> None:
         """Wrap the step, again where parameters were frozen or unfrozen: DDP would leave new ones to each rank."""
@@ -79,14 +88,14 @@ class TrainingLoop:
 
     # --- one step --------------------------------------------------------------------------
 
-    def train_step(self, size: int, micro_batches: Iterable[Any]) -> None:
-        """One optimizer step: the mean gradient of `size` micro-batches over all ranks, clipped, applied once."""
+    def train_step(self, window: Window) -> None:
+        """One optimizer step: the mean gradient of the window's micro-batches over all ranks, clipped, applied once."""
         trainer, task, strategy, hooks = self.trainer, self.task, self.strategy, self.hooks
         optimizer = self.optimizers[0]
         for hook in hooks.on_before_zero_grad:
             hook(trainer, task, optimizer)
         self.zero_grad(optimizer)
-        to_go = size
+        to_go, divisor, micro_batches, _ = window
         for batch in micro_batches:
             to_go -= 1
             batch_idx = self.begin_batch(batch)
@@ -95,19 +104,30 @@ class TrainingLoop:
             with strategy.gradient_sync(to_go == 0), strategy.autocast():  # DDP decides in forward
                 output = self.model(batch, batch_idx)
                 loss = loss_of(output, task)
-                if size > 1:
-                    loss = loss / size  # a mean over the micro-batches that are there: a short window is one, too
+                if divisor != 1:
+                    loss = loss / divisor  # a mean over the micro-batches that are there: a short window is one, too
                 for hook in hooks.on_before_backward:
                     hook(trainer, task, loss)
                 self.backward(loss)
             for hook in hooks.on_after_backward:
                 hook(trainer, task)
+            if self.logged_in_graph:
+                self.record_logged()
             if not to_go:
                 self.update(optimizer)
             self.end_batch(output, batch, batch_idx)
 
+    def empty_step(self) -> None:
+        """The step of a rank that has no data left: its gradient is zero, its update is that of all."""
+        optimizer = self.optimizers[0]
+        self.zero_grad(optimizer)
+        with self.strategy.gradient_sync(True), self.strategy.autocast():
+            self.backward(loss_of(self.model(NO_BATCH, -1), self.task))
+        self.update(optimizer)
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip once, step once, and move what moves with steps: the counter and the step schedulers."""
+        self.strategy.unscale_gradients(optimizer)
         for hook in self.hooks.on_before_optimizer_step:
             hook(self.trainer, self.task, optimizer)
         if self.clips_itself:
@@ -121,10 +141,15 @@ class TrainingLoop:
             for config in self.step_schedulers:
                 if self.progress.global_step % config.frequency == 0:
                     self.run.step_scheduler(config)
+        elif stepped is not False:
+            raise TypeError(
+                f"{type(self.strategy).__name__}.optimizer_step returned {stepped!r}: expected True, or False where the step "
+                "was skipped. An override returns what super().optimizer_step(optimizer) returned."
+            )
 
-    def manual_step(self, size: int, micro_batches: Iterable[Any]) -> None:
+    def manual_step(self, window: Window) -> None:
         """One micro-batch of a task that optimizes by itself; a step, if any of its optimizers stepped."""
-        for batch in micro_batches:
+        for batch in window.batches:
             batch_idx, before = self.begin_batch(batch), self.steps_happened
             if self.skip_epoch:
                 break
@@ -133,6 +158,21 @@ class TrainingLoop:
             if self.steps_happened > before:
                 self.progress.global_step += 1
             self.end_batch({} if output is None else output, batch, batch_idx)
+
+    def uneven_step(self, window: Window) -> None:
+        """A step that some ranks may have fewer micro-batches for, or none. Each counts those of the rank with most."""
+        counts, before = window.counts or [], self.progress.batch_idx
+        active = [rank for rank, count in enumerate(counts) if count]
+        if len(active) < len(counts):
+            self.strategy.join(active)
+            self.last_active = active[-1]
+        self.log.has_batch = window.size > 0
+        if window.size:
+            self.take_step(window)
+        else:
+            self.empty_step()
+        self.progress.batch_idx = before + max(counts)
+        self.trainer.is_last_batch = self.progress.batch_idx == self.length
 
     def begin_batch(self, batch: Any) -> int:
         """Announce a micro-batch; return its index in the epoch."""
@@ -161,7 +201,7 @@ class TrainingLoop:
         """Train one epoch, or what is left of it: its steps, and after each what is due."""
         run, trainer, progress, log, control = self.run, self.trainer, self.progress, self.log, self.control
         loader = run.loader_of_epoch(progress.epoch)
-        length = self.length = loader.length
+        length = self.length = run.length
         batches = loader.batches(skip=progress.batch_idx)
         run.after_loader_started()
         trainer.active_log = log
@@ -170,11 +210,10 @@ class TrainingLoop:
             hook(trainer, self.task)
         self.wrap()
         self.strategy.check_same_parameters(self.task)
-        remaining = None if length is None else length - progress.batch_idx
-        for size, micro_batches in run.on_device(windows(batches, self.window, remaining)):
+        for window in run.on_device(self.windows(batches)):
             before = progress.global_step
             log.begin_step()
-            self.train_window(size, micro_batches)
+            self.train_window(window)
             log.end_step()
             if progress.global_step != before and progress.global_step % self.log_interval == 0:
                 run.log_step(log)
@@ -195,9 +234,24 @@ class TrainingLoop:
                     "the others would wait for more. Correct its __len__, or set limit_train_batches."
                 )
             length = progress.batch_idx
+        if self.last_active is not None:
+            run.bring_together(self.last_active)
+            self.last_active = None
         run.finish_epoch(log, whole=self.skip_epoch or progress.batch_idx == length)
 
+    def windows(self, batches: Iterator[Any]) -> Iterator[Window]:
+        """The windows of what is left of the epoch."""
+        if self.run.uneven is not None:
+            return uneven_windows(batches, self.window, self.strategy, join=self.run.uneven == "join")
+        return windows(batches, self.window, None if self.length is None else self.length - self.progress.batch_idx)
+
     # --- helpers of a step -----------------------------------------------------------------
+
+    def record_logged(self) -> None:
+        """Take what a compiled step logged: `self.log` in it only notes the values, which breaks no graph."""
+        for name, value, flags, batch_size in self.logged_in_graph:
+            self.log.record(name, value, flags, batch_size)
+        self.logged_in_graph.clear()
 
     def _zero_grad_of_task(self, optimizer: torch.optim.Optimizer) -> None:
         self.task.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)

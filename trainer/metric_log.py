@@ -100,6 +100,8 @@ class MetricLog:
         """Whether a training batch is running: the default of `on_step`."""
         self.dataloader_idx = 0
         """The loader that is running."""
+        self.has_batch = True
+        """Whether this rank has data in the running training step."""
         self.batches: dict[int, int] = {}
         """Batches this rank has seen of each loader. A rank without any takes the others' names."""
 
@@ -222,6 +224,8 @@ class MetricLog:
         A name that was not logged in this very step, but since the last time, is shown now: none is lost.
         """
         entries = [entry for entry in self._entries.values() if entry.on_step and entry.step > self._reduced_step]
+        if not self.has_batch:
+            entries = []  # of an earlier step: the values of this one are those of the ranks that have data
         self._reduced_step = self.step
         return self._reduce({entry.name: _step_row(entry) for entry in entries}, {}, "step")
 
@@ -267,7 +271,8 @@ class MetricLog:
             names.append(Name(name, METRIC + path, entries[name].loader, metric.update_called))
         names.sort(key=lambda name: name.name)
         flags = {name.name: entries[name.name].flags for name in names}
-        agreed = agree_on_names(self._strategy, names, shared, flags, self.batches, when)
+        batches = self.batches if self.has_batch or when == "epoch" else {}
+        agreed = agree_on_names(self._strategy, names, shared, flags, batches, when)
         for name, theirs in agreed.flags.items():
             if name not in entries:  # this rank had no batch that would have logged it
                 entry = entries[name] = Entry(name, theirs, False, True, "mean", True, None)

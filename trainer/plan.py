@@ -44,16 +44,16 @@ class RunPlan:
         return None if self.batches_per_epoch is None else math.ceil(self.batches_per_epoch / self.accumulation)
 
 
-def make_plan(config: TrainerConfig, loader: PreparedLoader, ranks: int) -> RunPlan:
-    """Work out the plan of a fit."""
+def make_plan(config: TrainerConfig, loader: PreparedLoader, length: int | None, ranks: int) -> RunPlan:
+    """Work out the plan of a fit; `length` is that of an epoch, in micro-batches."""
     epochs = math.inf if config.max_epochs in (None, -1) else config.max_epochs
-    per_epoch = math.inf if loader.length is None else math.ceil(loader.length / config.accumulate_grad_batches)
+    per_epoch = math.inf if length is None else math.ceil(length / config.accumulate_grad_batches)
     total = epochs * per_epoch
     if config.max_steps >= 0:
         total = min(total, config.max_steps)
     dropped = 0 if loader.shard is None else loader.shard.dropped
     return RunPlan(
-        ranks, loader.batch_size, config.accumulate_grad_batches, loader.length, epochs,
+        ranks, loader.batch_size, config.accumulate_grad_batches, length, epochs,
         total if math.isinf(total) else int(total), dropped,
     )  # fmt: skip
 

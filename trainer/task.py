@@ -37,6 +37,8 @@ class Task(HyperparametersMixin, nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Trainer | None = None
+        self.logged_in_graph: list[tuple[str, Any, Any, int | None]] = []
+        """What a compiled step has logged, until the loop takes it."""
 
     # --- what you write --------------------------------------------------------------------
 
@@ -200,16 +202,17 @@ class Task(HyperparametersMixin, nn.Module):
                 f"self.log({name!r}): enable_graph and sync_dist_group are not supported: a logged value keeps no "
                 "graph alive, and reductions go over all ranks."
             )
+        flags = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+        if torch.compiler.is_compiling():
+            self.logged_in_graph.append((name, value, flags, batch_size))
+            return
         log = None if self._trainer is None else self._trainer.active_log
         if log is None:
             raise RuntimeError(
                 f"self.log({name!r}) where no epoch is running: log from a step, or a hook between on_train_start and "
                 "on_train_epoch_end, on_validation_start and on_validation_epoch_end, on_test_start and on_test_epoch_end."
             )
-        log.record(
-            name, value, (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only),
-            batch_size,
-        )  # fmt: skip
+        log.record(name, value, flags, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """Log several values, or a torchmetrics `MetricCollection`; arguments as for `log`."""
@@ -282,7 +285,17 @@ class Task(HyperparametersMixin, nn.Module):
             self.untoggle_optimizer(optimizer)
 
     def all_gather(self, data: Tensor) -> Tensor:
-        """Every rank's tensor (same shape on all), stacked: `[world_size, *data.shape]`; no gradient flows back."""
+        """Every rank's tensor (same shape on all), stacked: `[world_size, *data.shape]`; no gradient flows back.
+
+        Raises:
+            RuntimeError: inside training_step with uneven_inputs="join": a rank without data would not come.
+        """
+        log = self.trainer.active_log
+        if self.trainer.strategy.uneven_inputs == "join" and log is not None and log.in_step:
+            raise RuntimeError(
+                "all_gather in a training step with uneven_inputs='join': a rank without data runs no training_step, and "
+                "the others would wait for it. Gather in on_train_epoch_end, or use uneven_inputs='stop'."
+            )
         return self.trainer.strategy.all_gather(data.detach(), name="Task.all_gather")
 
     def freeze(self) -> None:

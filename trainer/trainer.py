@@ -113,6 +113,11 @@ class Trainer:
             expected = dataclasses.replace(environment, world_size=ranks, local_world_size=ranks)
             self.strategy.place(expected, placement.device, Precision.parse(self.config.precision))
         self.strategy.place(environment, placement.device, Precision.parse(self.config.precision))
+        self.strategy.check_step(
+            accumulation=self.config.accumulate_grad_batches,
+            clip_limit=self.config.gradient_clip_val,
+            clip_algorithm=self.config.gradient_clip_algorithm,
+        )
         self.callbacks = all_callbacks(self.config, callbacks, logger, development=bool(given.fast_dev_run))
         if self.config.seed is not None:
             seed_everything(self.config.seed)

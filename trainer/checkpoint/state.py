@@ -45,6 +45,7 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
             for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True)
             if (state := callback.state_dict())
         },
+        "strategy": strategy.state_dict(),
         "world_size": trainer.world_size,
         "seed": trainer.seed,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -59,7 +60,7 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
 def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
     """Write a checkpoint of the run, all ranks together."""
     task, strategy = trainer.task, trainer.strategy
-    strategy.broadcast_buffers(task)  # rank 0's are saved; whoever goes on, goes on with them
+    strategy.synchronize(task)  # what is saved is what all go on with
     checkpoint = training_state(trainer, weights_only=weights_only)
     checkpoint["state_dict"] = strategy.model_state(task)
     for callback in trainer.callbacks:
@@ -74,7 +75,10 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
         "world_size": trainer.world_size,
         "metrics": metrics,
     }
-    write_checkpoint(path, strategy, model, checkpoint, {"rng": rng_state()}, description)
+    rank_state = {"rng": rng_state()}
+    if not weights_only and (own := strategy.rank_state_dict()):
+        rank_state["strategy"] = own
+    write_checkpoint(path, strategy, model, checkpoint, rank_state, description)
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None:
@@ -114,6 +118,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None
             raise CheckpointError(
                 f"{checkpoint.path} does not fit the {type(optimizer).__name__} of configure_optimizers: {error}"
             ) from error
+    strategy.load_state_dict(state.get("strategy", {}))
     for config, theirs in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(theirs)
     for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True):

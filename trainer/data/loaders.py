@@ -75,6 +75,8 @@ class Dealing:
     """`use_distributed_sampler`"""
     shuffle: bool = True
     """False: read in order even what is to be shuffled (`overfit_batches`)."""
+    even: bool = True
+    """Every rank gets equally many samples: the few that are left over are dropped."""
 
 
 LIMITS = {
@@ -123,7 +125,7 @@ def _most_batches(prepared: PreparedLoader, lengths: list[int | None], dealing: 
         known = [length for length in lengths if length is not None]
         if len(known) < len(lengths):
             return None
-        return 0 if dealing.training and 0 in known else max(known)
+        return 0 if dealing.training and dealing.even and 0 in known else max(known)
     if not has_length(prepared.loader):
         return None
     first = copy.copy(prepared.shard)
@@ -176,7 +178,7 @@ def _deal(loader: Iterable[Any], name: str, dealing: Dealing) -> tuple[PreparedL
     if data_loader is None or sampler is None:
         return PreparedLoader(cast("Any", loader), None, None, _batch_size(loader), dealing.seed), lengths
     order = _order(sampler, len(data_loader.dataset), seed, dealing)  # pyright: ignore
-    shard = Shard(order, dealing.strategy.rank, dealing.strategy.world_size, even=dealing.training)
+    shard = Shard(order, dealing.strategy.rank, dealing.strategy.world_size, even=dealing.even)
     if batch_size is None and data_loader.batch_sampler is not None:
         changed: dict[str, Any] = {"batch_sampler": shard}  # whole batches are dealt out
     elif data_loader.batch_sampler is not None:

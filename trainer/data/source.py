@@ -50,13 +50,13 @@ class DataSource:
             )
         limit = config.overfit_batches or config.limit_train_batches
         prepared = prepare_loader(loader, "training", limit, self._dealing(training=True))
-        if prepared.length == 0:
+        if limit == 0:
             raise ValueError(f"{LIMITS['training']}={limit} leaves no batch to train on: expected 1 or more.")
-        if prepared.length is None and trainer.world_size > 1:
+        if prepared.length is None and trainer.world_size > 1 and trainer.strategy.uneven_inputs == "error":
             raise ValueError(
                 f"the training loader has no length: on {trainer.world_size} ranks one could end before the others, which "
-                "is not supported yet. Give it a __len__, equal on all ranks, or set limit_train_batches to a number "
-                "that every rank can give."
+                "uneven_inputs='error' refuses. Give it a __len__, equal on all ranks, set limit_train_batches to a number "
+                "that every rank can give, or choose uneven_inputs='stop' or 'join'."
             )
         return prepared
 
@@ -113,7 +113,8 @@ class DataSource:
     def _dealing(self, *, training: bool) -> Dealing:
         trainer, config = self._trainer, self._trainer.config
         shuffle = not config.overfit_batches
-        return Dealing(trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle)
+        even = training and trainer.strategy.uneven_inputs != "join"
+        return Dealing(trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle, even)
 
     def _of_holders(self, method: str) -> Any:
         for holder in self._holders:

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-Window = tuple[int, Iterable[Any]]
+
+class Window(NamedTuple):
+    """The micro-batches of one optimizer step."""
+
+    size: int
+    """How many this rank has."""
+    divisor: float
+    """What each loss is divided by, so that the gradient is their mean over all ranks."""
+    batches: Iterable[Any]
+    counts: list[int] | None = None
+    """How many each rank has, where that may differ."""
 
 
 def windows(batches: Iterator[Any], size: int, length: int | None) -> Iterator[Window]:
-    """Yield `(count, micro_batches)` for each step: `size` of them, fewer in the last one.
+    """Yield the window of each step: `size` micro-batches, fewer in the last one.
 
     A step must know its real size before its first backward, which is divided by it. Where the number of batches
     (`length`) is known, the micro-batches are read as the step goes; else a window is read ahead.
     """
     if size == 1:
         for batch in batches:
-            yield 1, (batch,)
+            yield Window(1, 1, (batch,))
     elif length is not None:
         for start in range(0, length, size):
             count = min(size, length - start)
-            yield count, _exactly(count, batches)
+            yield Window(count, count, _exactly(count, batches))
     else:
         while window := list(islice(batches, size)):
-            yield len(window), window
+            yield Window(len(window), len(window), window)
 
 
 def _exactly(count: int, batches: Iterator[Any]) -> Iterator[Any]:

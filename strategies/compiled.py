@@ -1,0 +1,51 @@
+"""torch.compile around the step, and a count of what it compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+CompileOrder = Literal["off", "before_ddp", "after_ddp"]
+
+
+class CountedCompile:
+    """Compiles a module in place, so that its class and the names of its parameters stay, and counts the graphs.
+
+    Args:
+        module: its forward is compiled at the first call, and again for inputs that the compiled code does not fit.
+        options: arguments of `torch.compile`.
+    """
+
+    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self.graphs = 0
+        """Graphs handed to the backend so far: with DDP one for each bucket, so that communication overlaps."""
+        given = dict(options)
+        backend = given.pop("backend", "inductor")
+        mode, specific = given.pop("mode", None), given.pop("options", None)
+        inner = _backend(backend, mode, specific, given.get("dynamic"))
+
+        def counted(graph: Any, inputs: Any) -> Any:
+            self.graphs += 1
+            return inner(graph, inputs)
+
+        module.compile(backend=counted, **given)
+
+
+def _backend(
+    backend: Any, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None
+) -> Callable[..., Any]:
+    """What `torch.compile` would call with each graph."""
+    if callable(backend):
+        if mode is not None or options is not None:
+            raise ValueError("compile_options: mode and options are the inductor's; a backend of your own takes none.")
+        return backend
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # pyright: ignore
+    try:
+        found: Callable[..., Any] = torch._dynamo.lookup_backend(backend)  # pyright: ignore
+    except Exception as error:
+        raise ValueError(f"compile_options: backend={backend!r}: {error}") from error
+    return found

@@ -1,0 +1,149 @@
+"""Processes that meet in torch's process groups, and what they say to each other there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import process_groups
+from .base import Pending, Strategy
+
+T = TypeVar("T")
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# Small tensors travel together, up to this many elements a bundle.
+_BUNDLE_ELEMENTS = 1 << 20
+
+
+class ProcessGroupStrategy(Strategy):
+    """The collectives of `Strategy` over gloo (CPU) or NCCL (CUDA): the base of strategies for several processes.
+
+    Args:
+        timeout: how long a rank waits for the others in one collective before it fails.
+        startup_timeout: the same until the first step is done: other ranks may be building a model or compiling. Default: 30 minutes, or
+            `timeout` where that is longer.
+
+    Raises:
+        ValueError: a timeout is not above 0.
+    """
+
+    def __init__(self, *, timeout: timedelta = timedelta(minutes=10), startup_timeout: timedelta | None = None) -> None:
+        for name, value in (("timeout", timeout), ("startup_timeout", startup_timeout)):
+            if value is not None and value <= timedelta(0):
+                raise ValueError(f"{name}={value}: expected a timedelta above 0.")
+        self.timeout = timeout
+        self.startup_timeout = startup_timeout or max(timeout, timedelta(minutes=30))
+        self.collectives: Counter[str] = Counter()
+        """How often each was called, by its name."""
+        self._groups: process_groups.ProcessGroups | None = None
+        self._allowed = self.startup_timeout
+
+    def setup(self) -> None:
+        """Join the process groups of the job."""
+        super().setup()
+        # Peers that never come are missed after `timeout`; gloo waits up to five times as long for a connection.
+        self._groups = process_groups.join(self.environment, self.device, self.timeout)
+        self.allow(self.startup_timeout)
+
+    def allow(self, timeout: timedelta) -> None:
+        """Let collectives that begin from here on wait so long."""
+        self._allowed = timeout
+        for group in (self.groups.training, self.groups.control):
+            _set_timeout(timeout, group)
+
+    @contextmanager
+    def patience(self) -> Generator[None]:
+        """Wait for a day in the collectives inside: others may be downloading. A rank that dies is seen at once."""
+        _set_timeout(timedelta(days=1), self.groups.control)
+        try:
+            yield
+        finally:
+            _set_timeout(self._allowed, self.groups.control)
+
+    # --- collectives -----------------------------------------------------------------------
+
+    @property
+    def groups(self) -> process_groups.ProcessGroups:
+        """The process groups, joined by `setup`."""
+        if self._groups is None:
+            raise RuntimeError("the ranks have not met yet: collectives work inside fit, validate, test and predict.")
+        return self._groups
+
+    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup:
+        return self.groups.training if tensor.is_cuda else self.groups.control
+
+    @contextmanager
+    def _named(self, name: str) -> Generator[None]:
+        self.collectives[name] += 1
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} could not finish the collective {name!r} with the other "
+                f"{self.world_size - 1}: one of them has ended or did not come. Its own message says why. ({error})"
+            ) from error
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, name: str) -> Tensor:
+        """Reduce over the ranks in place."""
+        with self._named(name):
+            dist.all_reduce(tensor, _OPERATIONS[op], group=self._group_of(tensor))
+        return tensor
+
+    def start_all_reduce_max(self, tensor: Tensor, *, name: str) -> Pending:
+        """Start the maximum on the control group, where it waits behind no gradient."""
+        with self._named(name):
+            return Pending(tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self.groups.control, async_op=True))
+
+    def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Gather over the ranks."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._named(name):
+            dist.all_gather(parts, tensor.contiguous(), group=self._group_of(tensor))
+        return torch.stack(parts)
+
+    def gather_objects(self, value: T, *, name: str) -> list[T]:
+        """Gather pickled objects on the control group."""
+        values: list[Any] = [None] * self.world_size
+        with self._named(name):
+            dist.all_gather_object(values, value, group=self.groups.control)
+        return values
+
+    def broadcast(self, value: T, *, source: int = 0, name: str = "broadcast") -> T:
+        """Broadcast a pickled object on the control group."""
+        values = [value]
+        with self._named(name):
+            dist.broadcast_object_list(values, src=source, group=self.groups.control)
+        return values[0]
+
+    def barrier(self, *, name: str = "barrier") -> None:
+        """Wait for all ranks on the control group: the device is not touched."""
+        with self._named(name):
+            dist.barrier(group=self.groups.control)
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor], *, source: int = 0, name: str) -> None:
+        """Broadcast the values of rank `source`, small tensors of one type and device bundled into one message."""
+        bundles: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+        for tensor in tensors:
+            lists = bundles.setdefault((tensor.dtype, tensor.device), [[]])
+            if lists[-1] and sum(t.numel() for t in lists[-1]) + tensor.numel() > _BUNDLE_ELEMENTS:
+                lists.append([])
+            lists[-1].append(tensor)
+        for bundle in (bundle for lists in bundles.values() for bundle in lists):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bundle])
+            with self._named(name):
+                dist.broadcast(flat, src=source, group=self._group_of(flat))
+            with torch.no_grad():
+                for tensor, part in zip(
+                    bundle, cast("tuple[Tensor, ...]", flat.split([t.numel() for t in bundle])), strict=True
+                ):
+                    tensor.copy_(part.view_as(tensor))
+
+
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    dist.distributed_c10d._set_pg_timeout(timeout, group)  # pyright: ignore
