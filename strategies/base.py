@@ -77,6 +77,11 @@ class Strategy:
         """The number of processes."""
         return self.environment.world_size
 
+    @property
+    def finds_unused_parameters(self) -> bool:
+        """Whether a parameter may go without a gradient in a step."""
+        return False
+
     # --- the life of a run -----------------------------------------------------------------
 
     def place(self, environment: Environment, device: torch.device, precision: Precision) -> None:

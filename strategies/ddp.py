@@ -151,6 +151,11 @@ class DDPStrategy(ProcessGroupStrategy):
              "the parameters are averaged between steps"),
         )  # fmt: skip
 
+    @property
+    def finds_unused_parameters(self) -> bool:
+        """Whether a parameter may go without a gradient in a step."""
+        return self.arguments.find_unused_parameters
+
     # --- the life of a run -----------------------------------------------------------------
 
     def place(self, environment: Environment, device: torch.device, precision: Precision) -> None:
@@ -186,7 +191,10 @@ class DDPStrategy(ProcessGroupStrategy):
             self.comm_hook.teardown()
         if self.sync_batchnorm:
             sync_batchnorm.revert(step)
-        self.model = self._in_backward = None
+        if self._compiled is not None:
+            # What was compiled belongs to this wrapper; torch would keep it, and compile no more after eight of them.
+            torch.compiler.reset()
+        self.model = self._in_backward = self._compiled = None
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Keep them for the panel, and for updates inside the backward."""

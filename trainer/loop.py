@@ -32,9 +32,9 @@ NO_BATCH = object()
 class StepModule(nn.Module):
     """What the strategy wraps: its forward is the task's `training_step`, so that DDP sees the step begin."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, finds_unused: bool) -> None:
         super().__init__()
-        self.task = task
+        self.task, self.finds_unused = task, finds_unused
         # A bound method, since looking up a submodule goes through nn.Module's slow __getattr__.
         self.training_step = with_batch_index(task.training_step)
         self.manual = not task.automatic_optimization
@@ -43,8 +43,13 @@ class StepModule(nn.Module):
         """Run the step; None becomes a loss of zero, so that this rank's backward pairs with its peers'."""
         output = None if batch is NO_BATCH else self.training_step(batch, batch_idx)
         if output is None and not self.manual:
-            return sum(p.flatten()[:0].abs().sum() for p in self.task.parameters() if p.requires_grad)
+            return self.zero_loss()
         return output
+
+    def zero_loss(self) -> Tensor | float:
+        """A loss whose gradients are zero: of all parameters, since DDP waits for each; else of one will do."""
+        parameters = [parameter for parameter in self.task.parameters() if parameter.requires_grad]
+        return sum(p.flatten()[:0].abs().sum() for p in parameters[: 1 if self.finds_unused else None])
 
 
 class TrainingLoop:
@@ -54,7 +59,7 @@ class TrainingLoop:
         self.run, self.trainer, self.task, self.strategy = run, run.trainer, run.task, run.trainer.strategy
         self.hooks, self.progress, self.control = run.hooks, run.trainer.progress, run.control
         config = run.trainer.config
-        self.step_module = StepModule(self.task)
+        self.step_module = StepModule(self.task, finds_unused=self.strategy.finds_unused_parameters)
         self.trainable: list[bool] = []
         self.wrap()
         self.optimizers = run.trainer.optimizers

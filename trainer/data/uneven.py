@@ -30,6 +30,9 @@ def uneven_windows(batches: Iterator[Any], size: int, strategy: Strategy, *, joi
             counts = cast("list[int]", told.wait().tolist())
             if not any(counts) or not (join or all(counts)):
                 return
+            if not join:  # no further than the shortest: a step may hold collectives (SyncBatchNorm)
+                counts = [min(counts)] * len(counts)
+                window = window._replace(size=counts[0], batches=list(window.batches)[: counts[0]])
             present = max(counts) * strategy.world_size if strategy.uneven_divisor == "initial" else sum(counts)
             now = window._replace(divisor=present / strategy.world_size, counts=counts)
             window, told = _announce(own, strategy)
