@@ -50,8 +50,7 @@ class Recomputed(Derived, nn.Module):
             return super().forward(*args, **kwargs)
         # A compiled graph writes each buffer once by itself, and takes no contexts.
         options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": self._contexts}
-        recomputed = cast("Callable[..., Any]", checkpoint)
-        return recomputed(super().forward, *args, use_reentrant=False, **options, **kwargs)
+        return cast("Any", checkpoint(super().forward, *args, use_reentrant=False, **options, **kwargs))
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _RunningStatisticsKept(self)

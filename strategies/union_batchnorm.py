@@ -163,6 +163,12 @@ class UnionBatchNorm(Derived, _BatchNorm):
         """Normalize `input` [batch, channels, *], a batch of this rank's own size, which may be 0."""
         if not self.training or self.ranks.group.size() == 1:
             return super().forward(input)
+        return self._over_ranks(input)
+
+    # torch.compile breaks its graph here, once: it would trace the collectives in pieces, and again for each new count.
+    # (The public `torch.compiler.disable` would import the compiler together with this file.)
+    @torch._disable_dynamo  # pyright: ignore
+    def _over_ranks(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:  # before peers wait for a row of this rank
             raise ValueError(

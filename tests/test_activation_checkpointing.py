@@ -115,6 +115,23 @@ def saved_bytes(model: nn.Module) -> int:
     return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in parameters)
 
 
+def test_in_a_compiled_model() -> None:
+    """In one graph, by a backend that differentiates as the default one does, but needs no compiler."""
+    plain, recomputed = network(), network()
+    checkpoint_activations(recomputed, nn.Sequential)
+    compiled = torch.compile(recomputed, backend="aot_eager", fullgraph=True)
+    for model, call in ((plain, plain), (recomputed, compiled)):
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for _ in range(2):
+            call(torch.ones(5, 6, dtype=torch.float64).cumsum(0).sin()).sum().backward()
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(recomputed)[name], gradient, rtol=0, atol=1e-12)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(dict(recomputed.named_buffers())[name], buffer, rtol=0, atol=1e-12)
+
+
 def test_activations_are_not_kept() -> None:
     plain, recomputed = network(), network()
     checkpoint_activations(recomputed, Block)
