@@ -14,7 +14,7 @@ from .reduction import Codec
 class BF16(Codec):
     """bfloat16: the range of float32 in 2 bytes, with 8 bits of precision.
 
-    Relative error of an encoding: at most 2⁻⁹ (0.2 %). inf and NaN pass through. Of float64, what is outside of
+    Relative error of an encoding: at most 2⁻⁸ (0.4 %). inf and NaN pass through. Of float64, what is outside of
     float32's range becomes inf or 0.
     """
 
