@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
+from .autograd_graph import nodes
 from .derived_class import Derived, derive
 
 
@@ -132,14 +133,4 @@ def find_reentrant_checkpoint(loss: Tensor) -> bool:
     Visits every node of the autograd graph once, a few microseconds each: for a first step, not for every one. It does
     not look inside a reentrant checkpoint, nor need to. A loss without a graph has none.
     """
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:  # not by recursion: a graph is as deep as the network, and a recurrent one is deep
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        waiting.extend(parent for parent, _ in node.next_functions)
-    return False
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes(loss))

@@ -1,4 +1,4 @@
-"""What the autograd graph of a loss says before its backward runs: the parameters it reaches, and how."""
+"""What the autograd graph of a loss says before its backward runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def nodes(loss: Tensor) -> Iterator[Any]:
     """Every node of the graph behind `loss`, each once."""
     seen: set[Any] = set()
     ahead: list[Any] = [loss.grad_fn]
-    while ahead:
+    while ahead:  # not by recursion: a graph is as deep as the network, and a recurrent one is deep
         node = ahead.pop()
         if node is None or node in seen:
             continue
@@ -24,8 +24,3 @@ def nodes(loss: Tensor) -> Iterator[Any]:
 def reached_parameters(loss: Tensor) -> set[int]:
     """The `id` of every leaf tensor that gets a gradient from `loss`."""
     return {id(node.variable) for node in nodes(loss) if hasattr(node, "variable")}
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Whether a checkpoint with `use_reentrant=True` is behind `loss`: the parameters inside it are not reached."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes(loss))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, TypeVar
@@ -58,6 +59,8 @@ class Strategy:
     """Whose mean a gradient is when some ranks have run out of data; see `DDPStrategy`."""
     fused_optimizer: bool | Literal["auto"] = "auto"
     """Whether optimizers use torch's fused kernels; see `fused.choose_fused`."""
+    optimizer_in_backward: bool = False
+    """Whether parameters are updated while the backward goes on; see `DDPStrategy`."""
     source: int = 0
     """The rank whose buffers are the model's: 0, or where that has run out of data, one that has not."""
     _scale: float = 0.0
@@ -129,6 +132,11 @@ class Strategy:
     def describe(self) -> dict[str, str]:
         """Lines for the panel shown at the start: label to value."""
         return {}
+
+    def say(self, text: str) -> None:
+        """Tell the user something that turned up during the run, once, from rank 0."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
 
     # --- one step --------------------------------------------------------------------------
 

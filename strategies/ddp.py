@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, cast
 
@@ -127,15 +129,17 @@ class DDPStrategy(ProcessGroupStrategy):
         self._optimizers: list[Optimizer] = []
         self._in_backward: OptimizerInBackward | None = None
         self._compiled: CountedCompile | None = None
+        self._graphs_told = 0
         self._used: UsedParameters | None = None
+        self._batchnorm_group: dist.ProcessGroup | None = None
         self._learns_graph = self._settled = self._in_our_backward = False
 
     def _pairs(self) -> Iterable[tuple[bool, str, str, str]]:
         arguments, local = self.arguments, self.comm_hook is not None and self.comm_hook.ranks_differ
         joins, in_backward = self.uneven_inputs == "join", self.optimizer_in_backward
-        small = arguments.bucket_cap_mb is not None and arguments.bucket_cap_mb < 1
+        largest = max(arguments.bucket_cap_mb_list or (arguments.bucket_cap_mb or 25,))
         return (
-            (self.compile != "off" and small, "compile", f"bucket_cap_mb={arguments.bucket_cap_mb}",
+            (self.compile != "off" and largest < 1, "compile", f"buckets of {largest} MiB at most",
              "torch splits the compiled graph at the buckets, and expects its first, of 1 MiB, to be the smallest"),
             (joins and self.sync_batchnorm, "uneven_inputs='join'", "sync_batchnorm",
              "a rank without data runs no BatchNorm, and the others would wait for it. Use uneven_inputs='stop'"),
@@ -155,6 +159,11 @@ class DDPStrategy(ProcessGroupStrategy):
     def finds_unused_parameters(self) -> bool:
         """Whether a parameter may go without a gradient in a step."""
         return self.arguments.find_unused_parameters
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs `compile` has made in this fit: one for each bucket, and for each kind of input."""
+        return 0 if self._compiled is None else self._compiled.graphs
 
     # --- the life of a run -----------------------------------------------------------------
 
@@ -181,8 +190,8 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         """Drop the DDP wrapper, with the hooks it set on the parameters, and what was converted for it."""
-        if self.model is not None:
-            self.unwrap(cast("nn.Module", self.model.module))
+        if self._step is not None:
+            self.unwrap(self._step)
         self._optimizers, self._used = [], None
 
     def unwrap(self, step: nn.Module) -> None:
@@ -195,6 +204,7 @@ class DDPStrategy(ProcessGroupStrategy):
             # What was compiled belongs to this wrapper; torch would keep it, and compile no more after eight of them.
             torch.compiler.reset()
         self.model = self._in_backward = self._compiled = None
+        self._graphs_told = 0
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Keep them for the panel, and for updates inside the backward."""
@@ -221,14 +231,21 @@ class DDPStrategy(ProcessGroupStrategy):
                      "how many backwards a step has is not known to a rank without data. Use 'stop'"),
                 )
             ))  # fmt: skip
+        mesh = arguments.device_mesh
+        if mesh is not None and mesh.size() != self.world_size:
+            raise ValueError(
+                f"device_mesh holds {mesh.size()} of the run's {self.world_size} ranks: expected all of them, since each is "
+                "dealt samples of its own."
+            )
+        _refuse_python_reducer()
         check_same_model(step, self.gather_objects)
+        if self.sync_batchnorm and self.world_size > 1:
+            sync_batchnorm.convert(step, self._group_of_batchnorm(), self.device.type, self.named)
         if not any(parameter.requires_grad for parameter in step.parameters()):
             self.broadcast_module(step)  # nothing to reduce: DDP refuses such a module
             return step.forward
         if not arguments.init_sync:
             check_same_parameters(step, self.all_gather)
-        if self.sync_batchnorm and self.world_size > 1:
-            step = sync_batchnorm.convert(step, self, self.device.type)
         self._manual, self._settled = manual, False
         self._learns_graph = arguments.static_graph
         if self.compile == "before_ddp":
@@ -240,28 +257,34 @@ class DDPStrategy(ProcessGroupStrategy):
         self.model = DistributedDataParallel(step, **keywords)
         if self.compile == "after_ddp":
             self._compiled = CountedCompile(self.model, self.compile_options)
-        self._register_hooks(self.model)
+        self._register_hooks(step, self.model)
         self._used = None
         if not manual:
             self._used = UsedParameters(
                 step,
                 finds_unused=arguments.find_unused_parameters,
                 static_graph=arguments.static_graph,
-                ignored=self.model.parameters_to_ignore,
+                ignored=cast("set[str]", self.model.parameters_to_ignore),
             )
         return self._manual_step if manual else self.model
 
-    def _register_hooks(self, model: DistributedDataParallel) -> None:
+    def _register_hooks(self, step: nn.Module, model: DistributedDataParallel) -> None:
         """How gradients are reduced, and what is updated behind it."""
         hook = self.comm_hook
         if hook is not None:
-            named = cast("nn.Module", model.module).named_parameters()
-            hook.setup(self._hook_context({id(parameter): name.removeprefix("task.") for name, parameter in named}))
+            context = comm_hooks.HookContext.create(step, self.environment, self.device, self.timeout)
+            hook.setup(replace(context, names={key: name.removeprefix("task.") for key, name in context.names.items()}))
         if self.optimizer_in_backward:
             self._in_backward = OptimizerInBackward(self._optimizers[0], self._mean if hook is None else hook.reduce)
-            comm_hooks.register(model, self._in_backward.reduce)
+            comm_hooks.register(model, self._in_backward)
         elif hook is not None:
-            comm_hooks.register(model, hook.reduce)
+            comm_hooks.register(model, hook)
+
+    def _group_of_batchnorm(self) -> dist.ProcessGroup:
+        """A group for these layers alone: no control word, and no gradient, can come between their messages."""
+        if self._batchnorm_group is None:
+            self._batchnorm_group = cast("dist.ProcessGroup", dist.new_group(timeout=self.timeout))
+        return self._batchnorm_group
 
     def check_same_parameters(self, module: nn.Module) -> None:
         """Compare the parameters' sums over the ranks; see `same_model.check_same_parameters`."""
@@ -277,8 +300,7 @@ class DDPStrategy(ProcessGroupStrategy):
         """Backend, the communication buckets as DDP lays them out before the first step, and the levers that are on."""
         lines = {"backend": "nccl" if self.device.type == "cuda" else "gloo"}
         if self.model is not None:
-            data: dict[str, Any] = self.model._get_ddp_logging_data()  # pyright: ignore
-            sizes = [int(size) for size in str(data.get("bucket_sizes", "")).split(",") if size.strip()]
+            sizes = self._bucket_sizes(self.model)
             caps = self.arguments.bucket_cap_mb_list or (self.arguments.bucket_cap_mb or 25,)
             lines["buckets"] = (
                 f"{len(sizes)} ({sum(sizes) / 2**20:.2f} MiB; cap {', '.join(f'{cap:g}' for cap in caps)} MiB)"
@@ -289,10 +311,17 @@ class DDPStrategy(ProcessGroupStrategy):
             if fused or where:
                 lines["optimizer"] = f"{type(optimizer).__name__}{fused}{where}"
         if self.comm_hook is not None:
-            lines["gradients"] = self.comm_hook.describe()
+            lines["gradients"] = f"reduced by {type(self.comm_hook).__name__}"
         if self.compile != "off":
             lines["compile"] = self.compile
         return lines
+
+    @staticmethod
+    def _bucket_sizes(model: DistributedDataParallel) -> list[int]:
+        """Bytes of each bucket."""
+        data: dict[str, Any] = model._get_ddp_logging_data()  # pyright: ignore
+        text = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", ""))
+        return [int(size) for size in text.split(",") if size.strip()]
 
     # --- one step --------------------------------------------------------------------------
 
@@ -338,7 +367,9 @@ class DDPStrategy(ProcessGroupStrategy):
                 )
 
         parameters = [p for p in cast("nn.Module", model.module).parameters() if p.requires_grad]
-        handles = [p.register_post_accumulate_grad_hook(check) for p in parameters] if self.world_size > 1 else []
+        handles: list[Any] = []
+        if self.world_size > 1:
+            handles += [parameter.register_post_accumulate_grad_hook(check) for parameter in parameters]
         try:
             yield
         finally:
@@ -375,9 +406,30 @@ class DDPStrategy(ProcessGroupStrategy):
             stepped = super().optimizer_step(optimizer)
         if self.comm_hook is not None and stepped:
             self.comm_hook.after_step(cast("nn.Module", model.module).parameters())
+        if self._compiled is not None and self.graphs != self._graphs_told:
+            self._tell_graphs(model)
         if not self._settled:
             self._settle()
         return stepped
+
+    def _tell_graphs(self, model: DistributedDataParallel) -> None:
+        """Say what was compiled, and whether gradients are reduced while the backward goes on."""
+        before, self._graphs_told = self._graphs_told, self.graphs
+        if before:
+            self.say(
+                f"compile: {self.graphs - before} more, for inputs that the {before} before did not fit "
+                "(TORCH_LOGS=recompiles says why)"
+            )
+            return
+        buckets = len(self._bucket_sizes(model))
+        overlap = (
+            "reductions overlap the backward"
+            if self.graphs > 1 or buckets == 1
+            else "no reduction overlaps the backward"
+        )
+        self.say(
+            f"compile: {self.graphs} graph{'s' * (self.graphs > 1)} for {buckets} bucket{'s' * (buckets > 1)}, {overlap}"
+        )
 
     def _settle(self) -> None:
         """The first step is done: all ranks are where they should be, and torch knows a static graph."""
@@ -396,17 +448,8 @@ class DDPStrategy(ProcessGroupStrategy):
     def _mean(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """The mean of a bucket as DDP without a hook computes it: divided first, then summed."""
         buffer = bucket.buffer().div_(self.world_size)
-        work: Any = dist.all_reduce(buffer, group=self.groups.training, async_op=True)
+        work = cast("Any", dist.all_reduce(buffer, group=self.groups.training, async_op=True))
         return work.get_future().then(lambda future: future.value()[0])  # pyright: ignore
-
-    def _hook_context(self, names: Mapping[int, str]) -> comm_hooks.HookContext:
-        def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-            group: Any = dist.new_group(list(ranks), timeout=self.timeout)
-            return None if group is dist.GroupMember.NON_GROUP_MEMBER else group
-
-        group = new_group(range(self.world_size))
-        assert group is not None
-        return comm_hooks.HookContext(group, self.environment, self.device, names, new_group)
 
     def _check_reduced(self, model: DistributedDataParallel) -> None:
         try:
@@ -447,11 +490,21 @@ class DDPStrategy(ProcessGroupStrategy):
             self.load_optimizer_state(optimizer, own)
 
 
+def _refuse_python_reducer() -> None:
+    dynamo = sys.modules.get("torch._dynamo")  # whoever set the option has imported it
+    mode = None if dynamo is None else dynamo.config.optimize_ddp
+    if isinstance(mode, str) and mode.startswith("python_reducer"):
+        raise ValueError(
+            f"torch._dynamo.config.optimize_ddp={mode!r}: with it DDP broadcasts no buffers and reduces parameter by "
+            "parameter. Leave it at True; for compiled autograd, which needs it, there is no strategy yet."
+        )
+
+
 def _name_ignored(step: nn.Module) -> None:
     """Tell DDP, under the step's names, what the user's modules want to be left out of the reduction."""
     ignored = [
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in step.named_modules()
+        for prefix, module in cast("Iterable[tuple[str, nn.Module]]", step.named_modules())
         for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     ]
     if ignored:

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from .comm_hooks import CommHook
+
 BucketReduction = Callable[[dist.GradBucket], "torch.futures.Future[Tensor]"]
 
 
-class OptimizerInBackward:
+class OptimizerInBackward(CommHook):
     """Updates parameters bucket by bucket with an ordinary optimizer, by a communication hook of DDP.
 
     A part of the optimizer steps the parameters of one bucket: a shallow copy that shares its state, over groups

@@ -79,7 +79,8 @@ class ProcessGroupStrategy(Strategy):
         return self.groups.training if tensor.is_cuda else self.groups.control
 
     @contextmanager
-    def _named(self, name: str) -> Generator[None]:
+    def named(self, name: str) -> Generator[None]:
+        """Count the collective inside, and say its name if it fails."""
         self.collectives[name] += 1
         try:
             yield
@@ -91,39 +92,39 @@ class ProcessGroupStrategy(Strategy):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, name: str) -> Tensor:
         """Reduce over the ranks in place."""
-        with self._named(name):
+        with self.named(name):
             dist.all_reduce(tensor, _OPERATIONS[op], group=self._group_of(tensor))
         return tensor
 
     def start_all_reduce_max(self, tensor: Tensor, *, name: str) -> Pending:
         """Start the maximum on the control group, where it waits behind no gradient."""
-        with self._named(name):
+        with self.named(name):
             return Pending(tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self.groups.control, async_op=True))
 
     def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:
         """Gather over the ranks."""
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with self._named(name):
+        with self.named(name):
             dist.all_gather(parts, tensor.contiguous(), group=self._group_of(tensor))
         return torch.stack(parts)
 
     def gather_objects(self, value: T, *, name: str) -> list[T]:
         """Gather pickled objects on the control group."""
         values: list[Any] = [None] * self.world_size
-        with self._named(name):
+        with self.named(name):
             dist.all_gather_object(values, value, group=self.groups.control)
         return values
 
     def broadcast(self, value: T, *, source: int = 0, name: str = "broadcast") -> T:
         """Broadcast a pickled object on the control group."""
         values = [value]
-        with self._named(name):
+        with self.named(name):
             dist.broadcast_object_list(values, src=source, group=self.groups.control)
         return values[0]
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Wait for all ranks on the control group: the device is not touched."""
-        with self._named(name):
+        with self.named(name):
             dist.barrier(group=self.groups.control)
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], *, source: int = 0, name: str) -> None:
@@ -136,7 +137,7 @@ class ProcessGroupStrategy(Strategy):
             lists[-1].append(tensor)
         for bundle in (bundle for lists in bundles.values() for bundle in lists):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bundle])
-            with self._named(name):
+            with self.named(name):
                 dist.broadcast(flat, src=source, group=self._group_of(flat))
             with torch.no_grad():
                 for tensor, part in zip(

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .autograd_graph import has_reentrant_checkpoint, reached_parameters
+from .activation_checkpointing import find_reentrant_checkpoint
+from .autograd_graph import reached_parameters
 
 Told = tuple[list[str], bool]
 
@@ -36,7 +37,7 @@ class UsedParameters:
         Raises:
             RuntimeError: on every rank, naming the parameters that would be waited for, and the switch to set.
         """
-        reentrant = has_reentrant_checkpoint(loss)
+        reentrant = find_reentrant_checkpoint(loss)
         if reentrant:  # what is inside is not in the graph yet: nothing can be said of it
             unused: list[str] = []
         else:

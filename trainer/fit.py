@@ -64,7 +64,7 @@ class FitRun:
         """Build optimizers, resume, wrap, check the validation; return the loop, ready for its first epoch."""
         trainer, config = self.trainer, self.trainer.config
         self._refuse_what_excludes_manual_optimization()
-        self._refuse_what_excludes_scaling()
+        self._refuse_overrides_that_would_be_passed_over()
         trainer.plan = make_plan(config, self.train_loader, self.length, trainer.world_size)
         trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(self.task)
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
@@ -110,14 +110,24 @@ class FitRun:
                 "automatic_optimization=False, accumulate and clip in training_step (self.clip_gradients)."
             )
 
-    def _refuse_what_excludes_scaling(self) -> None:
-        own = [name for name in ("optimizer_step", "backward") if overrides(self.task, name, Task)]
-        if self.trainer.strategy.scaler is not None and (own or not self.task.automatic_optimization):
+    def _refuse_overrides_that_would_be_passed_over(self) -> None:
+        strategy, automatic = self.trainer.strategy, self.task.automatic_optimization
+        if strategy.scaler is not None and (own := self._overridden("optimizer_step", "backward") or not automatic):
             raise ValueError(
-                f"precision='16-mixed' with {own[0] if own else 'automatic_optimization=False'}: the trainer scales the loss "
-                "and decides whether a step is taken, which the task would pass over. Use bf16-mixed, which needs no "
+                f"precision='16-mixed' with {own if automatic else 'automatic_optimization=False'}: the trainer scales the "
+                "loss and decides whether a step is taken, which the task would pass over. Use bf16-mixed, which needs no "
                 "scaling."
             )
+        own = self._overridden("optimizer_step", "configure_gradient_clipping")
+        if strategy.optimizer_in_backward and own:
+            raise ValueError(
+                f"optimizer_in_backward with {type(self.task).__name__}.{own}: when it is called, the parameters are updated "
+                "already. Leave one of them out."
+            )
+
+    def _overridden(self, *names: str) -> str:
+        """The first of these methods that the task has of its own; empty: none."""
+        return next((name for name in names if overrides(self.task, name, Task)), "")
 
     def _seed_ranks(self) -> None:
         """From here on every rank draws its own random numbers, all of them functions of the run's seed."""
