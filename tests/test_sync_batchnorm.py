@@ -8,6 +8,7 @@ import pickle
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -59,6 +60,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"affine": False},
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False, "eps": 0.1},
+    *([{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm1d).parameters else []),
 ]
 LAYOUTS = ["contiguous", "channels last", "transposed", "every second"]
 
@@ -101,28 +103,27 @@ def train(layer: nn.Module, rows: slice, size: int, shape: tuple[int, ...], layo
     }
 
 
-def train_share(sizes: list[int], shape: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    rank = dist.get_rank()
-    start = sum(sizes[:rank])
-    rows = slice(start, start + sizes[rank])
+SHAPES: list[tuple[int, ...]] = [(), (5,), (4, 3), (2, 3, 2)]  # (N, C), (N, C, L), (N, C, H, W), (N, C, D, H, W)
+CASES = list(product(SHAPES, OPTIONS, LAYOUTS))
+
+
+def train_share(sizes: list[int]) -> list[dict[str, Tensor]]:
+    start = sum(sizes[: dist.get_rank()])
+    rows = slice(start, start + sizes[dist.get_rank()])
     return [
-        train(converted(layer_for(shape, options)), rows, sum(sizes), shape, layout)
-        for options in OPTIONS
-        for layout in LAYOUTS
+        train(converted(layer_for(shape, options)), rows, sum(sizes), shape, layout) for shape, options, layout in CASES
     ]
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 2)], ids=["NC", "NCL", "NCHW", "NCDHW"])
 @pytest.mark.parametrize("sizes", [[6], [4, 4], [1, 5], [0, 7], [1, 1], [3, 0, 2], [2, 5, 1]], ids=str)
-def test_it_equals_batchnorm_on_the_concatenated_batch(sizes: list[int], shape: tuple[int, ...]) -> None:
-    ranks = run_ranks(train_share, len(sizes), sizes, shape)
-    cases = [(options, layout) for options in OPTIONS for layout in LAYOUTS]
-    for case, (options, layout) in enumerate(cases):
+def test_it_equals_batchnorm_on_the_concatenated_batch(sizes: list[int]) -> None:
+    """For every shape, option and memory layout; `sizes` are the ranks' batches."""
+    ranks = run_ranks(train_share, len(sizes), sizes)
+    for (shape, options, layout), *found in zip(CASES, *ranks, strict=True):
         expected = train(layer_for(shape, options), slice(None), sum(sizes), shape, layout)
-        found = [rank[case] for rank in ranks]
         assert all(rank.keys() == expected.keys() for rank in found)
         for name, value in expected.items():
-            what = f"{options}, {layout}: {name}"
+            what = f"{shape}, {options}, {layout}: {name}"
             if name.startswith(("output", "input gradient")):
                 close(torch.cat([rank[name] for rank in found]), value, what)
             elif name.startswith("gradient"):
@@ -254,9 +255,12 @@ def collectives() -> dict[str, dict[str, int]]:
     untracked = converted(nn.BatchNorm1d(2, track_running_stats=False), counted)
     first = converted(nn.BatchNorm1d(2), counted)
     groups = [dist.new_group([rank], backend="gloo") for rank in range(2)]
+    recomputed = converted(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), counted)
+    checkpoint_activations(recomputed, nn.Sequential)
     alone = convert(nn.BatchNorm1d(2), cast(Any, groups[dist.get_rank()]), "cpu", counted)
     x = torch.randn(3, 2)
     found = {"training": names(model, counted, x), "no input gradient": names(first, counted, x)}
+    found["recomputed"] = names(recomputed, counted, x)
     with torch.no_grad():
         found["training without gradients"] = names(model, counted, x)
     for module in (model, untracked):
@@ -276,6 +280,7 @@ def test_two_collectives_a_step_and_none_in_evaluation() -> None:
             "training": {f"{statistics}1": 1, f"{gradients}1": 1},
             "no input gradient": {f"{statistics}BatchNorm1d": 1},
             "training without gradients": {f"{statistics}1": 1},
+            "recomputed": {f"{statistics}0.1": 2, f"{gradients}0.1": 1},
             "evaluation": {},
             "evaluation without statistics": {},
             "a group of one": {},
