@@ -151,21 +151,24 @@ def test_the_gradient_is_the_derivative(shape: tuple[int, ...]) -> None:
     assert run_ranks(gradcheck_alone, 1, shape) == [True]
 
 
-def two_forwards_one_backward() -> dict[str, Tensor]:
-    rank = dist.get_rank()
-    layer = converted(layer_for((), {}))
-    x = torch.randn(8, CHANNELS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (layer(x[rank * 2 : rank * 2 + 2]).pow(3).sum() + layer(x[4 + rank * 2 : 6 + rank * 2]).exp().sum()).backward()
-    return {name: cast(Tensor, parameter.grad) for name, parameter in layer.named_parameters()}
+def two_forwards_one_backward(rows: slice, more_rows: slice) -> dict[str, Tensor]:
+    layer = layer_for((), {})
+    if dist.is_initialized():
+        converted(layer)
+    x = torch.randn(8, CHANNELS, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    (layer(x[rows]).pow(3).sum() + layer(x[more_rows]).exp().sum()).backward()
+    return {name: cast(Tensor, tensor.grad) for name, tensor in [("input", x), *layer.named_parameters()]}
+
+
+def two_forwards_on_a_share() -> dict[str, Tensor]:
+    start = 2 * dist.get_rank()
+    return two_forwards_one_backward(slice(start, start + 2), slice(4 + start, 6 + start))
 
 
 def test_two_forwards_before_one_backward() -> None:
-    layer = layer_for((), {})
-    x = torch.randn(8, CHANNELS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (layer(x[:4]).pow(3).sum() + layer(x[4:]).exp().sum()).backward()
-    first, second = run_ranks(two_forwards_one_backward, 2)
-    for name, parameter in layer.named_parameters():
-        close(first[name] + second[name], cast(Tensor, parameter.grad), name)
+    first, second = run_ranks(two_forwards_on_a_share, 2)
+    for name, gradient in two_forwards_one_backward(slice(4), slice(4, 8)).items():
+        close(first[name] + second[name], gradient, name)
 
 
 # --- precision ---------------------------------------------------------------------------------------------------------
@@ -501,11 +504,18 @@ def test_a_root_that_is_a_batchnorm_stays_the_same_object(device_type: str) -> N
     assert type(root) is nn.BatchNorm1d
 
 
+def recomputed_alone() -> nn.Module:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    checkpoint_activations(module, nn.BatchNorm1d)
+    return module[0]
+
+
 @pytest.mark.parametrize(
     ("layer", "device_type", "message"),
     [
         (Scaled(2), "cpu", r"1\.0: expected .* received a Scaled with a `forward` of its own"),
         (Scaled(2), "cuda", r"1\.0: expected .* received a Scaled with a `forward` of its own"),
+        (recomputed_alone(), "cpu", r"1\.0: .* received a RecomputedBatchNorm1d. .* select the block around it"),
         (nn.LazyBatchNorm2d(), "cpu", r"1\.0: .* received a LazyBatchNorm2d that has seen no batch yet"),
         (nn.LazyBatchNorm2d(), "cuda", r"1\.0: .* received a LazyBatchNorm2d that has seen no batch yet"),
         (nn.SyncBatchNorm(2), "cpu", r"1\.0: .* received torch's SyncBatchNorm, which trains on CUDA only"),
