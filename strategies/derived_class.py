@@ -45,14 +45,8 @@ def derived_class(kind: type[Derived], original: type[nn.Module]) -> type[nn.Mod
 def derive(module: nn.Module, kind: type[Derived]) -> None:
     """Put `kind` before the module's class, in place.
 
-    Raises:
-        ValueError: the object has a `forward` of its own, which would hide that of any class.
+    The caller refuses a module with a `forward` set on the object, which would hide that of any class.
     """
-    if "forward" in vars(module):
-        raise ValueError(
-            f"{type(module).__name__}: expected `forward` to be a method of its class, received one set on the object "
-            "(torch.compile and some patches do that). Prepare the model first, then compile or patch it."
-        )
     module.__class__ = derived_class(kind, type(module))
 
 

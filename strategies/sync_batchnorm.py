@@ -93,6 +93,11 @@ def _check(name: str, layer: nn.Module) -> None:
             f"{name}: expected a BatchNorm, received torch's {kind}, which trains on CUDA only. "
             "Write the BatchNorm it stands for; sync_batchnorm=True converts it."
         )
+    if isinstance(layer, Derived):
+        raise ValueError(
+            f"{name}: expected an ordinary BatchNorm, received a {kind}. To recompute one by itself saves nothing, since its "
+            "input is kept either way: in checkpoint_activations, select the block around it, or other modules."
+        )
     if type(layer).forward is not _BatchNorm.forward or "forward" in vars(layer):
         raise ValueError(
             f"{name}: expected BatchNorm1d, 2d, 3d or a subclass with the same `forward`, received a {kind} with a "

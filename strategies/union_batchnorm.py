@@ -39,10 +39,12 @@ class Ranks:
             dist.all_gather(rows, row, self.group)
         return torch.stack(rows)
 
-    def all_reduce(self, sums: Tensor) -> None:
-        """Add over the ranks, in place."""
+    def all_reduce(self, sums: Tensor) -> Tensor:
+        """The sums over the ranks; this rank's own stay as they are."""
+        totals = sums.clone()
         with self.named(f"batchnorm gradients of {self.layer}"):
-            dist.all_reduce(sums, group=self.group)
+            dist.all_reduce(totals, group=self.group)
+        return totals
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,10 @@ class Normalize(torch.autograd.Function):
         centered = input.to(dtype) - _per_channel(mean.to(dtype), input)
         sums = torch.stack([dy.sum(_dims(input)), (dy * centered).sum(_dims(input))]).double()
         d_weight = (sums[1] * scale).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        d_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None  # a copy: `sums` is about to change
+        d_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         d_input = None
         if ctx.needs_input_grad[0]:  # the same on all ranks, as DDP expects of every layer
-            ctx.ranks.all_reduce(sums)
-            sum_dy, sum_dy_centered = sums / ctx.count
+            sum_dy, sum_dy_centered = ctx.ranks.all_reduce(sums) / ctx.count
             factor = scale if weight is None else scale * weight
             parts = (sum_dy, sum_dy_centered * scale**2, factor)
             sum_dy, slope, factor = (_per_channel(part.to(dtype), input) for part in parts)

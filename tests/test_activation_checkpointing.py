@@ -265,7 +265,8 @@ def gradient_of_a_layer_used_twice(how: str) -> tuple[Tensor, Tensor, bool]:
     reference(reference(x)).pow(2).sum().backward()
     mean = cast(Tensor, reference.weight.grad)
     dist.all_reduce(mean, dist.ReduceOp.AVG)
-    loss = DistributedDataParallel(model)(x.requires_grad_()).pow(2).sum()
+    ddp = DistributedDataParallel(model)  # kept: without it, its hooks would go, and nothing be reduced
+    loss = ddp(x.requires_grad_()).pow(2).sum()
     loss.backward()
     return cast(Tensor, model.layer.weight.grad), mean, find_reentrant_checkpoint(loss)
 

