@@ -125,6 +125,7 @@ class DDPStrategy(ProcessGroupStrategy):
         self.fused_optimizer, self.optimizer_in_backward = fused_optimizer, optimizer_in_backward
         refuse_pairs(self._pairs())
         self.model: DistributedDataParallel | None = None
+        self._step: nn.Module | None = None
         self._manual = False
         self._optimizers: list[Optimizer] = []
         self._in_backward: OptimizerInBackward | None = None
@@ -203,7 +204,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if self._compiled is not None:
             # What was compiled belongs to this wrapper; torch would keep it, and compile no more after eight of them.
             torch.compiler.reset()
-        self.model = self._in_backward = self._compiled = None
+        self._step = self.model = self._in_backward = self._compiled = None
         self._graphs_told = 0
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
@@ -217,8 +218,9 @@ class DDPStrategy(ProcessGroupStrategy):
             raise ValueError(
                 "the task holds a DistributedDataParallel already: give the plain module, DDPStrategy wraps it."
             )
-        if self.model is not None:
-            self.unwrap(step)
+        if self._step is not None:
+            self.unwrap(self._step)
+        self._step = step
         arguments = self.arguments
         if manual:
             refuse_pairs((

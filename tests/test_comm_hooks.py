@@ -190,9 +190,10 @@ def test_all_ranks_skip_when_one_has_inf_or_nan(name: str, bad: float) -> None:
 
 class FailsAtTheThirdBucket(OrderedHook):
     def __init__(self) -> None:
+        super().__init__()
         self.buckets = 0
 
-    def mean(self, bucket: Bucket) -> Tensor:
+    def mean(self, bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
         self.buckets += 1
         if self.buckets == 3:
             raise ValueError("the third bucket is bad")

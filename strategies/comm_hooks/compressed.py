@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import torch.distributed as dist
 from torch import Tensor
 
 from .ordered import Bucket, OrderedHook
@@ -11,9 +14,12 @@ from .reduction import Wire
 class Compressed(OrderedHook):
     """The mean of each bucket over a wire, such as `FP16()`, `BF16()` or `Int8()`. It has no state."""
 
+    lanes: ClassVar[int] = 2
+
     def __init__(self, wire: Wire) -> None:
+        super().__init__()
         self.wire = wire
 
-    def mean(self, bucket: Bucket) -> Tensor:
+    def mean(self, bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
         """The wire's mean."""
-        return self.wire.mean(bucket.flat, self.context.group)
+        return self.wire.mean(bucket.flat, group)

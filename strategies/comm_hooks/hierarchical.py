@@ -26,6 +26,7 @@ class Hierarchical(OrderedHook):
     """
 
     def __init__(self, between: Wire | None = None, *, ranks_per_node: int | None = None) -> None:
+        super().__init__()
         self.between = between or Plain()
         self.ranks_per_node = ranks_per_node
         self._nodes: Nodes | None = None
@@ -36,7 +37,7 @@ class Hierarchical(OrderedHook):
         super().setup(context)
         self._nodes = nodes
 
-    def mean(self, bucket: Bucket) -> Tensor:
+    def mean(self, bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
         """The three phases. The first rank of each node has the mean, and the others get its bits."""
         nodes, mean = self._nodes, bucket.flat
         assert nodes is not None

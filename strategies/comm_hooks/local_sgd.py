@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .hook import HookContext
@@ -44,10 +45,11 @@ class PostLocalSGD(OrderedHook):
             raise ValueError(f"start_step={start_step}: expected 0 or more steps with the mean over all ranks.")
         if period < 1:
             raise ValueError(f"period={period}: expected 1 or more steps from one average to the next.")
+        super().__init__()
         self.start_step = start_step
         self.period = period
         self.ranks_per_node = ranks_per_node
-        self.step = 0
+        self.optimizer_steps = 0
         self._nodes: Nodes | None = None
         self._apart = False
 
@@ -55,20 +57,20 @@ class PostLocalSGD(OrderedHook):
         """Make the groups of the nodes, and start anew."""
         nodes = Nodes.of(context, self.ranks_per_node)
         super().setup(context)
-        self._nodes, self.step, self._apart = nodes, 0, False
+        self._nodes, self.optimizer_steps, self._apart = nodes, 0, False
 
-    def mean(self, bucket: Bucket) -> Tensor:
+    def mean(self, bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
         """Over all ranks, or over those of this node."""
         assert self._nodes is not None
-        group = self.context.group if self.step < self.start_step else self._nodes.inside
-        return bucket.flat if group is None else Plain().mean(bucket.flat, group)
+        among = group if self.optimizer_steps < self.start_step else self._nodes.inside
+        return bucket.flat if among is None else Plain().mean(bucket.flat, among)
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
         """Count; average the parameters where it is time."""
-        self.step += 1
+        self.optimizer_steps += 1
         # With one node the mean inside it is the mean over all.
-        self._apart = self._apart or (self.step > self.start_step and not self._one_node)
-        if (self.step - self.start_step) % self.period == 0:
+        self._apart = self._apart or (self.optimizer_steps > self.start_step and not self._one_node)
+        if (self.optimizer_steps - self.start_step) % self.period == 0:
             self.synchronize(parameters)
 
     def synchronize(self, parameters: Iterable[Tensor]) -> None:
@@ -76,16 +78,16 @@ class PostLocalSGD(OrderedHook):
         if not self._apart:
             return
         for tensors in _messages(parameters):
-            self.worker.submit(lambda tensors=tensors: self._average(tensors)).wait()
+            self.run(lambda group, tensors=tensors: _average(tensors, group))
         self._apart = False
 
     def state_dict(self) -> dict[str, Any]:
         """`step`. It is meant for parameters that are equal: call `synchronize` first."""
-        return {"step": self.step}
+        return {"step": self.optimizer_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there."""
-        self.step, self._apart = int(state["step"]), False
+        self.optimizer_steps, self._apart = int(state["step"]), False
 
     def teardown(self) -> None:
         """End the worker."""
@@ -96,13 +98,15 @@ class PostLocalSGD(OrderedHook):
     def _one_node(self) -> bool:
         return self._nodes is not None and self._nodes.ranks_per_node == self.context.environment.world_size
 
-    def _average(self, tensors: list[Tensor]) -> Tensor:
-        flat = Plain().mean(torch.cat([real(tensor.contiguous()) for tensor in tensors]), self.context.group)
-        parts = cast("tuple[Tensor, ...]", flat.split([real(tensor.contiguous()).numel() for tensor in tensors]))
-        for tensor, part in zip(tensors, parts, strict=True):
-            whole = torch.view_as_complex(part.view(-1, 2)) if tensor.is_complex() else part
-            tensor.copy_(whole.view(tensor.shape))
-        return flat
+
+def _average(tensors: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    flats = [real(tensor.contiguous()) for tensor in tensors]
+    mean = Plain().mean(torch.cat(flats), group)
+    parts = cast("tuple[Tensor, ...]", mean.split([flat.numel() for flat in flats]))
+    for tensor, part in zip(tensors, parts, strict=True):
+        whole = torch.view_as_complex(part.view(-1, 2)) if tensor.is_complex() else part
+        tensor.copy_(whole.view(tensor.shape))
+    return mean
 
 
 def _messages(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .hook import HookContext
@@ -41,30 +42,31 @@ class PowerSGD(OrderedHook):
         wire: how P, Q, and what is not compressed become their mean.
     """
 
+    lanes: ClassVar[int] = 2
+
     def __init__(self, rank: int = 4, *, start_step: int = 10, wire: Wire | None = None) -> None:
         if rank < 1:
             raise ValueError(f"rank={rank}: expected 1 or more columns; 4 is a good start.")
         if start_step < 0:
             raise ValueError(f"start_step={start_step}: expected 0 or more steps with the plain mean.")
+        super().__init__()
         self.rank = rank
         self.start_step = start_step
         self.wire = wire or Plain()
-        self.step = 0
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
 
     def setup(self, context: HookContext) -> None:
         """Start anew: no errors, and Q by chance."""
         super().setup(context)
-        self.step, self.errors, self.factors = 0, {}, {}
+        self.errors, self.factors = {}, {}
 
-    def mean(self, bucket: Bucket) -> Tensor:
+    def mean(self, bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
         """Both algorithms, for one bucket."""
-        compressing = self.step >= self.start_step
-        self.step += bucket.is_last
+        compressing = bucket.step >= self.start_step
         narrow = [compressing and self.compresses(gradient) for gradient in bucket.gradients]
         if not any(narrow):
-            return self.wire.mean(bucket.flat, self.context.group)
+            return self.wire.mean(bucket.flat, group)
         gradients = [gradient for gradient, yes in zip(bucket.gradients, narrow, strict=True) if yes]
         rest = [gradient for gradient, yes in zip(bucket.gradients, narrow, strict=True) if not yes]
         names = [self._name(parameter) for parameter, yes in zip(bucket.parameters, narrow, strict=True) if yes]
@@ -79,12 +81,12 @@ class PowerSGD(OrderedHook):
         # P, together with what is not compressed
         before = [self._factor(name, matrix) for name, matrix in zip(names, matrices, strict=True)]
         products = [matrix @ factor for matrix, factor in zip(matrices, before, strict=True)]
-        *means, others = self._mean_of([*products, _flat(rest, bucket.flat).to(kind)])
+        *means, others = self._mean_of([*products, _flat(rest, bucket.flat).to(kind)], group)
         finite = _finite(means)
         bases = orthogonal([torch.where(finite, mean, 0) for mean in means])
 
         # Q
-        after = self._mean_of([matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)])
+        after = self._mean_of([matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)], group)
         finite = finite & _finite(after)
 
         # P·Qᵀ, and what it leaves out. On CUDA a branch would wait for the device, so NaN is arithmetic, too.
@@ -148,9 +150,9 @@ class PowerSGD(OrderedHook):
             factor = torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix)
         return factor
 
-    def _mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _mean_of(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
         """The means of tensors of one type, in one message."""
-        flat = self.wire.mean(torch.cat([tensor.reshape(-1) for tensor in tensors]), self.context.group)
+        flat = self.wire.mean(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
         parts = cast("tuple[Tensor, ...]", flat.split([tensor.numel() for tensor in tensors]))
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
