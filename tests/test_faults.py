@@ -267,7 +267,7 @@ def test_nothing_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(ScalarWeight(), ones())
     trainer.fit(ScalarWeight(), ones())
-    assert capsys.readouterr().out == "nothing to train: 1 epochs and 8 steps are done already\n"
+    assert capsys.readouterr().out == "nothing to train: 1 epoch and 8 steps are done already\n"
 
 
 class Foreign(ScalarWeight):

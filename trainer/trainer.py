@@ -16,6 +16,7 @@ from ..callbacks.callback import Callback
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.logger import Logger, SilentLogger
 from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.wording import counted
 from ..strategies import Environment, Precision, Strategy
 from .callback_list import all_callbacks
 from .checkpoint import remove_checkpoint
@@ -141,6 +142,8 @@ class Trainer:
         """The optimizer step at which each of `callback_metrics` was reduced."""
         self.running = ""
         """The stage that is running: `fit`, `validate`, `test` or `predict`; empty between runs."""
+        self.evaluation_batches: float = 0
+        """Batches of this rank in the evaluation that runs, or ran last, over all its loaders; inf: not known."""
         self.fitting = False
         """Whether fit is running, with the validations in it."""
         self.is_last_batch = False
@@ -199,7 +202,8 @@ class Trainer:
                 loop = run.start()
                 if not run.has_next_epoch():
                     self.print(
-                        f"nothing to train: {self.current_epoch} epochs and {self.global_step} steps are done already"
+                        f"nothing to train: {counted(self.current_epoch, 'epoch')} and {counted(self.global_step, 'step')} "
+                        "are done already"
                     )
                 while run.has_next_epoch():
                     loop.train_epoch()
@@ -281,9 +285,16 @@ class Trainer:
         return bool(self.control.agreed & SAVE)
 
     def learning_rates(self) -> LearningRates:
-        """The learning rate now, at its highest, and in the last step of the plan."""
-        assert self.plan is not None
-        return learning_rates(self.optimizers[0], self.lr_scheduler_configs, self.plan)
+        """The learning rate now, at its highest from here on, and in the last step of the plan.
+
+        Raises:
+            RuntimeError: no fit has begun.
+        """
+        if self.plan is None:
+            raise RuntimeError("learning_rates are known inside fit only, from on_fit_start on.")
+        if not self.task.automatic_optimization:  # the task steps its schedulers as it likes
+            return LearningRates(float(self.optimizers[0].param_groups[0]["lr"]))
+        return learning_rates(self.optimizers[0], self.lr_scheduler_configs, self.plan, self.global_step)
 
     def stop(self, reason: str) -> None:
         """Ask all ranks to stop training: within about a second, at the same step. Any rank may ask."""
@@ -549,7 +560,11 @@ class Trainer:
                 )
             flag = {"validate": "validating", "test": "testing", "predict": "predicting"}[stage_name]
             setattr(self, flag, True)
-            logged, kept = EvaluationLoop(self, task, hooks, stage, source.transfer()).run(loaders, keep=keep)
+            loop = EvaluationLoop(self, task, hooks, stage, loaders, source.transfer())
+            for index, loader in enumerate(loaders):
+                for remark in loader.remarks():
+                    self.print(f"{stage_name}{f', loader {index}' if len(loaders) > 1 else ''}: {remark}")
+            logged, kept = loop.run(keep=keep)
             setattr(self, flag, False)
         results = _by_loader(logged, len(loaders))
         if verbose and self.is_global_zero:
