@@ -21,6 +21,7 @@ from ..strategies import Environment, Precision, Strategy
 from .callback_list import all_callbacks
 from .checkpoint import remove_checkpoint
 from .checkpoint.resolve import checkpoint_to_resume, read
+from .checkpoint.staging import claim_new
 from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
 from .control import SAVE, STOP, ControlWord
@@ -171,8 +172,8 @@ class Trainer:
             train_dataloaders: the training loader, or a DataModule. Default: the data module's or the task's.
             val_dataloaders: the validation loader, or a list of them.
             datamodule: gives what is not given above.
-            ckpt_path: resume from this checkpoint: a path, "best", "last", or "auto" (the newest intact one in
-                the folders of the run's ModelCheckpoints; without any, start anew).
+            ckpt_path: resume from this checkpoint: a path, "best", "last", or "auto" (the intact one that was made
+                last in the folders of the run's ModelCheckpoints; without any, start anew). A line says which.
 
         Raises:
             TypeError, ValueError: task, loaders, optimizers or options don't fit; before anything is trained.
@@ -266,14 +267,22 @@ class Trainer:
         """Write a checkpoint into the folder `filepath`. All ranks must call it.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: no run has begun, or it could not be written.
         """
         save(self, Path(filepath), weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, unless it is the one this run was resumed from. For rank 0 to call."""
-        if self.resumed_from is None or Path(filepath).resolve() != self.resumed_from.resolve():
+        if not self.resumes_from(filepath):
             remove_checkpoint(Path(filepath))
+
+    def resumes_from(self, filepath: str | os.PathLike[str]) -> bool:
+        """Whether this run was resumed from the checkpoint `filepath`."""
+        return self.resumed_from is not None and Path(filepath).resolve() == self.resumed_from.resolve()
+
+    def claim_checkpoint(self, filepath: str | os.PathLike[str]) -> bool:
+        """Take a name for the next `save_checkpoint`; False: it is taken. For rank 0 to call."""
+        return claim_new(Path(filepath))
 
     def request_timed_save(self) -> None:
         """Ask all ranks for a checkpoint, at the same step, within about a second."""
