@@ -68,7 +68,8 @@ class FitRun:
             restore(trainer, self._checkpoint, training=True)
         loop = TrainingLoop(self)
         self._seed_ranks()
-        self._call("on_fit_start")
+        self._call("on_fit_start")  # from here on the loggers know where they go on
+        trainer.log_hyperparameters()
         if self._checkpoint is None:
             self._sanity_check()
         self._restore_rng()
@@ -88,6 +89,9 @@ class FitRun:
             self.trainer.print(f"stopped after step {self.trainer.global_step}: {first}")
         self.trainer.training = False
         self._call("on_fit_end")
+        folder = self.trainer.run_folder
+        if self.trainer.is_global_zero and self.trainer.writes and folder.is_dir() and any(folder.iterdir()):
+            self.trainer.print(f"output in {folder}")
 
     def has_next_epoch(self) -> bool:
         """Move to the next epoch, if there is one to be trained."""

@@ -193,7 +193,6 @@ class Trainer:
             )
             if val_loaders:
                 _check_task(model, "validation inside fit", ("validation_step",))
-            self._log_hyperparameters()
             self._has_validation, self.fitting = bool(val_loaders), True
             self.resumed_from = None if checkpoint is None else checkpoint.path
             self.train_dataloader = train_loader.loader
@@ -515,7 +514,8 @@ class Trainer:
             for logger in self.loggers:
                 logger.log_metrics(logged.for_logger, step=self.global_step)
 
-    def _log_hyperparameters(self) -> None:
+    def log_hyperparameters(self) -> None:
+        """Hand the hyperparameters of data module and task to the loggers, on rank 0."""
         if not self.is_global_zero:
             return
         hyperparameters: dict[str, Any] = {}
