@@ -176,11 +176,12 @@ class ModelCheckpoint(Callback):
     # --- when it saves ---------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Settle the folder."""
+        """Settle the folder; the links must not be in anything's way."""
         if stage == "fit":
             self.dirpath = self.folder(trainer)
-            for link in _LINKS:
-                _check_link(self.dirpath / link)
+            for link, needed in zip(_LINKS, (self.monitor is not None, self.save_last), strict=True):
+                if needed:
+                    _check_link(self.dirpath / link)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         """Start the clock."""

@@ -51,9 +51,9 @@ def claim(path: Path) -> bool:
 
 def claim_new(path: Path) -> bool:
     """As `claim`, but False also where there is something at `path` already."""
-    if path.exists() or not claim(path):
+    if os.path.exists(path) or not claim(path):  # unlike Path.exists, it does not raise without permission
         return False
-    if path.exists():  # another run was faster, and is done
+    if os.path.exists(path):  # another run was faster, and is done
         release(path)
         return False
     return True
