@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .callback import Callback
 from .monitor import check_mode, fresh_value, is_better
+from .wording import counted
 
 if TYPE_CHECKING:
     from ..trainer import Task, Trainer
@@ -118,7 +119,7 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count < max(1, self.patience):
             return ""
-        return f"{name} has not been better than {self._best:.6g} for {self.wait_count} checks"
+        return f"{name} has not been better than {self._best:.6g} for {counted(self.wait_count, 'check')}"
 
     def _improve(self, value: float) -> None:
         self._best, self.wait_count = value, 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from .logger import Logger, Nothing
+from .logger import Logger, Nothing, free_name
 
 if TYPE_CHECKING:
     from ..trainer import Task, Trainer
@@ -19,7 +19,8 @@ class JSONLLogger(Logger):
     """Writes one line for each set of values, `{"step": 50, "train/loss": 0.31}`, by rank 0.
 
     NaN and infinities, which JSON has not, are written as strings. A resumed run drops the lines of later steps
-    first, so no step stands in the file twice.
+    first, so no step stands in the file twice. A run that begins anew first renames the file of the run before, to
+    `metrics-1.jsonl` or the next free number.
 
     Args:
         path: the file; default: `metrics.jsonl` in the run's folder.
@@ -28,6 +29,7 @@ class JSONLLogger(Logger):
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._given = None if path is None else Path(path)
         self._file: IO[str] | None = None
+        self._is_ours = False  # the file is of this run, and not what another one left
 
     @property
     def path(self) -> Path:
@@ -49,14 +51,21 @@ class JSONLLogger(Logger):
             return Nothing()
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._is_ours = self._is_ours or not self.path.exists()
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         return self._file
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
-        """Drop the lines that the resumed run will write again."""
+        """Drop the lines that the resumed run will write again; put another run's file aside."""
         super().on_fit_start(trainer, task)
-        if not self.is_writer or not self.first_step or not self.path.exists():
+        if not self.is_writer or not self.path.exists():
             return
+        self.finalize("")
+        if self.begins_anew:
+            if not self._is_ours:
+                self.path.rename(free_name(self.path))
+            return
+        self._is_ours = True
         kept = [line for line in self.path.read_text("utf-8").splitlines(True) if _step(line) <= self.first_step]
         beside = self.path.with_name(f".{self.path.name}.partial")
         beside.write_text("".join(kept), "utf-8")

@@ -20,6 +20,8 @@ class Logger(Callback):
     """The run's folder; set by the trainer."""
     first_step: int = 0
     """Steps up to here were logged by the run that is resumed; set by the trainer."""
+    begins_anew: bool = False
+    """Whether a fit goes on from nothing, so that what is in the folder already is another run's; set by the trainer."""
     is_writer: bool = True
     """Whether this is rank 0; set by the trainer."""
 
@@ -30,6 +32,7 @@ class Logger(Callback):
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         """Learn where a resumed run goes on; later steps of the run before are dropped."""
         self.first_step = trainer.global_step
+        self.begins_anew = trainer.resumed_from is None and trainer.global_step == 0
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         """Write out what is kept in memory."""
@@ -54,6 +57,14 @@ class Logger(Callback):
     def log_dir(self) -> str | None:
         """The folder it writes into."""
         return None if self.run_folder is None else str(self.run_folder)
+
+
+def free_name(path: Path) -> Path:
+    """The path with a number behind its name, the first under which there is nothing: `metrics-1.jsonl`."""
+    number, suffix = 1, "" if path.is_dir() else path.suffix
+    while (free := path.with_name(f"{path.name.removesuffix(suffix)}-{number}{suffix}")).exists():
+        number += 1
+    return free
 
 
 class SilentLogger(Logger):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,10 +16,14 @@ import torch
 from torch import Tensor
 
 from .callback import Callback
-from .monitor import check_mode, fresh_value, is_better
+from .monitor import check_mode, comes_later, fresh_value, is_better, last_value
 
 if TYPE_CHECKING:
     from ..trainer import Task, Trainer
+
+# What `filename` holds a value's place with: {name} or {name:format}.
+_FIELD = r"\{([^}:]+)(:[^}]*)?\}"
+_LINKS = ("best", "last")
 
 
 class ModelCheckpoint(Callback):
@@ -27,10 +32,15 @@ class ModelCheckpoint(Callback):
     Saved after the validation that is due at the same step. With `monitor` also after a validation inside an
     epoch. When `fit` returns, the files are complete and every rank knows their paths.
 
+    What is saved by epochs is judged by the value of that moment; an epoch without a validation is not saved, but as
+    the last. What is saved by steps or time is judged by the newest value there is; before the first one it is
+    kept as the worst, the newest of several such.
+
     Args:
         dirpath: folder of the checkpoints; default: `checkpoints` in the run's folder.
         filename: name of a checkpoint's folder, with metrics: "{epoch}-{val/acc:.3f}" gives
-            "epoch=3-val_acc=0.981". Default: "step-00000500". A name that is taken gets "-v1" behind it.
+            "epoch=3-val_acc=0.981", or "nan" for a value that is not there yet. Default: "step-00000500". A name that
+            is taken gets "-v1" behind it. "best" and "last" are the names of the links.
         monitor: metric by which the best are kept; None: the newest.
         verbose: say what is saved.
         save_last: always save, and let the link `last` in the folder lead to the newest.
@@ -42,6 +52,9 @@ class ModelCheckpoint(Callback):
         train_time_interval: save when so much time has passed, on all ranks at the same step.
         every_n_epochs: save after every n-th epoch. At most one of these three.
         save_on_train_epoch_end: True: not after a validation inside an epoch.
+
+    Raises:
+        ValueError: an argument is impossible, or two exclude each other.
     """
 
     monitors: ClassVar[bool] = True
@@ -85,6 +98,8 @@ class ModelCheckpoint(Callback):
             raise ValueError(
                 f"ModelCheckpoint(save_top_k={save_top_k}) without monitor: there is no best. Name a metric, or use -1, 0 or 1."
             )
+        if filename is not None:
+            _check_filename(filename)
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.filename, self.monitor, self.verbose, self.mode = filename, monitor, verbose, mode
         self.save_last, self.save_top_k, self.save_weights_only = bool(save_last), save_top_k, save_weights_only
@@ -97,6 +112,8 @@ class ModelCheckpoint(Callback):
         self.last_path = ""
         """The newest checkpoint."""
         self._last_step = -1
+        # Fell out of what is kept while a run resumed from them: that run leaves them, the next one removes them.
+        self._outlived: list[str] = []
         self._saved_at = time.monotonic()
 
     # --- what it knows ---------------------------------------------------------------------
@@ -143,19 +160,28 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept, the checkpoint that this is written into among it."""
-        return {"kept": dict(self.kept), "last_path": self.last_path, "last_step": self._last_step}
+        return {
+            "kept": dict(self.kept),
+            "last_path": self.last_path,
+            "last_step": self._last_step,
+            "outlived": list(self._outlived),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the checkpoints of the run before, as far as they still exist."""
         self.kept = {path: value for path, value in state_dict["kept"].items() if Path(path).is_dir()}
         self.last_path, self._last_step = state_dict["last_path"], state_dict["last_step"]
+        self._outlived = list(state_dict.get("outlived", ()))
 
     # --- when it saves ---------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Settle the folder."""
+        """Settle the folder; the links must not be in anything's way."""
         if stage == "fit":
             self.dirpath = self.folder(trainer)
+            for link, needed in zip(_LINKS, (self.monitor is not None, self.save_last), strict=True):
+                if needed:
+                    _check_link(self.dirpath / link)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         """Start the clock."""
@@ -191,72 +217,75 @@ class ModelCheckpoint(Callback):
     # --- saving and keeping ----------------------------------------------------------------
 
     def _save(self, trainer: Trainer) -> None:
-        value = math.nan
-        if self.monitor is not None:
-            fresh = fresh_value(self, trainer, self.monitor)
-            if fresh is None and not self.save_last:
-                return  # no validation at this step: nothing to judge by
-            value = math.nan if fresh is None else fresh
-        top = self._is_among_best(value)
+        value = self._value(trainer)
+        top = value is not None and self._is_among_best(value)
         self._last_step, self._saved_at = trainer.global_step, time.monotonic()
         if not top and not self.save_last:
             return
-        path = trainer.strategy.broadcast(str(self._path(trainer)), name="checkpoint path")
-        before = dict(self.kept), self.last_path
-        if top:
+        name = self.format_checkpoint_name(trainer)
+        path = trainer.strategy.broadcast(self._claimed_path(trainer, name), name="checkpoint path")
+        before = dict(self.kept), self.last_path, list(self._outlived)
+        if top and value is not None:
             self.kept[path] = value
         former, self.last_path = self.last_path, path
-        dropped = [p for p in self._ranked()[self.save_top_k :] if self.save_top_k >= 0]
+        dropped = [*self._outlived, *(self._ranked()[self.save_top_k :] if self.save_top_k >= 0 else ())]
         for old in dropped:
-            del self.kept[old]
+            self.kept.pop(old, None)
         if former and self.save_last and former not in self.kept:
             dropped.append(former)
+        # A resumed run ranks the checkpoints of another folder, but leaves them where they are.
+        dropped = [old for old in dict.fromkeys(dropped) if old != path and _beside(old, path)]
+        self._outlived = [old for old in dropped if trainer.resumes_from(old)]
         try:
             trainer.save_checkpoint(path, self.save_weights_only)
         except BaseException:
-            self.kept, self.last_path = before
+            self.kept, self.last_path, self._outlived = before
             raise
         if trainer.is_global_zero:
             if self.monitor and self.kept:
                 _link(Path(path).parent / "best", self.best_model_path)
             if self.save_last:
                 _link(Path(path).parent / "last", path)
-            for old in dict.fromkeys(dropped):
-                # A resumed run ranks the checkpoints of the run before, but leaves them where they are.
-                if (
-                    old not in (path, self.best_model_path)
-                    and Path(old).parent.resolve() == Path(path).parent.resolve()
-                ):
-                    trainer.remove_checkpoint(old)
+            for old in dropped:
+                trainer.remove_checkpoint(old)
         if self.verbose:
-            score = f" ({self.monitor} {value:.6g})" if self.monitor else ""
+            score = f" ({self.monitor} {value:.6g})" if self.monitor and value is not None else ""
             trainer.print(f"ModelCheckpoint: step {trainer.global_step} saved in {path}{score}.")
 
+    def _value(self, trainer: Trainer) -> float | None:
+        """What this moment's checkpoint is judged by; NaN: it is the worst; None: it is none of those to be kept."""
+        if self.monitor is None:
+            return math.nan
+        if self.every_n_epochs:
+            return fresh_value(self, trainer, self.monitor)
+        return last_value(self, trainer, self.monitor, by_steps=self.every_n_train_steps is not None)
+
     def _is_among_best(self, value: float) -> bool:
-        if self.save_top_k == -1 or self.monitor is None or len(self.kept) < self.save_top_k:
+        if self.save_top_k in (0, -1) or self.monitor is None or len(self.kept) < self.save_top_k:
             return self.save_top_k != 0
-        return self.save_top_k > 0 and is_better(value, self.kept[self._ranked()[-1]], self.mode)
+        worst = self.kept[self._ranked()[self.save_top_k - 1]]
+        newer = math.isnan(value) and math.isnan(worst)
+        return newer or is_better(value, worst, self.mode)
 
     def _ranked(self) -> list[str]:
-        """Kept paths, the best first; of equals the older first. Without a monitor the newest first."""
+        """Kept paths, the best first; of equals the older first, of those without a value the newer."""
+        paths = list(self.kept)
         if self.monitor is None:
-            return list(reversed(self.kept))
-        worst = math.inf if self.mode == "min" else -math.inf
+            return paths[::-1]
+        judged = [path for path in paths if not math.isnan(self.kept[path])]
+        unjudged = [path for path in reversed(paths) if math.isnan(self.kept[path])]
+        return sorted(judged, key=self.kept.__getitem__, reverse=self.mode == "max") + unjudged
 
-        def order(path: str) -> float:
-            value = self.kept[path]
-            value = worst if math.isnan(value) else value
-            return value if self.mode == "min" else -value
-
-        return sorted(self.kept, key=order)
-
-    def _path(self, trainer: Trainer) -> Path:
-        name = self.format_checkpoint_name(trainer)
-        folder, path, version = self.folder(trainer), self.folder(trainer) / name, 0
-        while path.exists():
+    def _claimed_path(self, trainer: Trainer, name: str) -> str:
+        """A path that no other checkpoint has or is getting; empty on other ranks than 0."""
+        if not trainer.is_global_zero:
+            return ""
+        folder, version = self.folder(trainer), 0
+        path = folder / name
+        while not trainer.claim_checkpoint(path):
             version += 1
             path = folder / f"{name}-v{version}"
-        return path
+        return str(path)
 
     def format_checkpoint_name(self, trainer: Trainer) -> str:
         """The name for the present step; a `/` in a metric's name becomes `_`.
@@ -271,17 +300,45 @@ class ModelCheckpoint(Callback):
 
         def fill(match: re.Match[str]) -> str:
             name, form = match.group(1), match.group(2) or ""
-            if name not in values:
+            if name not in values and not comes_later(trainer, name):
                 raise KeyError(f"ModelCheckpoint's filename has {{{name}}}, expected one of {', '.join(values)}.")
-            text = format(values[name], form[1:])
+            text = format(values.get(name, math.nan), form[1:])
             return f"{name.replace('/', '_')}={text}" if self.auto_insert_metric_name else text
 
-        return re.sub(r"\{([^}:]+)(:[^}]*)?\}", fill, self.filename)
+        return re.sub(_FIELD, fill, self.filename)
+
+
+def _check_filename(name: str) -> None:
+    """Refuse names that the links have, and folders in which no checkpoint would be found again."""
+    plain = re.sub(_FIELD, "0", name)
+    if plain in ("", *_LINKS) or plain.startswith(".") or Path(plain).name != plain:
+        raise ValueError(
+            f"ModelCheckpoint(filename={name!r}): expected the name of a folder, without '/' and not hidden; 'best' and "
+            "'last' are the links beside the checkpoints. Leave it out for 'step-00000500', or use "
+            "'{epoch}-{step}'; another folder is dirpath's."
+        )
+
+
+def _beside(path: str, other: str) -> bool:
+    return Path(path).parent.resolve() == Path(other).parent.resolve()
+
+
+def _check_link(link: Path) -> None:
+    """Refuse to replace anything but a link.
+
+    Raises:
+        FileExistsError: there is something else of that name.
+    """
+    if link.exists() and not link.is_symlink():
+        raise FileExistsError(
+            f"{link} is there and no link: ModelCheckpoint lets a link of this name lead to a checkpoint. Rename it, or "
+            "choose another dirpath."
+        )
 
 
 def _link(link: Path, target: str) -> None:
     """Let a symbolic link lead to a checkpoint beside it; it never leads nowhere in between."""
-    beside = link.with_name(f".{link.name}.partial")
-    beside.unlink(missing_ok=True)
+    _check_link(link)
+    beside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # two runs may do so at the same time
     beside.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
     beside.replace(link)

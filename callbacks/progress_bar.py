@@ -137,7 +137,7 @@ class ProgressBar(Callback):
 
     def _start_side_bar(self, trainer: Trainer, name: str) -> None:
         if trainer.is_global_zero and sys.stderr.isatty():
-            self._side_bar = _bar(math.inf, name, 0, leave=False)
+            self._side_bar = _bar(trainer.evaluation_batches, name, 0, leave=False)
 
     def _move_side_bar(self) -> None:
         if self._side_bar is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .logger import Logger, Nothing
+from .logger import Logger, Nothing, free_name
 
 if TYPE_CHECKING:
     from ..trainer import Task, Trainer
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 class TensorBoardLogger(Logger):
     """Writes scalars for TensorBoard: one event file for a run, written by rank 0.
+
+    A resumed run hides the later steps of the run before. A run that begins anew first moves the event files of the run
+    before out of the folder, into `tensorboard-1` beside it or the next free number, where TensorBoard shows them apart.
 
     Args:
         save_dir: folder of the events; default: `tensorboard` in the run's folder.
@@ -29,6 +32,7 @@ class TensorBoardLogger(Logger):
         self.save_dir = None if save_dir is None else os.fspath(save_dir)
         self.name, self.version = name, version
         self._writer: Any = None
+        self._is_ours = False  # the event files are of this run, and not what another one left
 
     @property
     def log_dir(self) -> str | None:
@@ -52,6 +56,7 @@ class TensorBoardLogger(Logger):
 
             if self.log_dir is None:
                 raise RuntimeError("TensorBoardLogger writes inside a run, or with save_dir=….")
+            self._is_ours = self._is_ours or not _event_files(Path(self.log_dir))
             # Steps behind the one that is resumed are hidden: none is shown twice.
             purge = self.first_step + 1 if self.first_step else None
             self._writer = SummaryWriter(self.log_dir, purge_step=purge)
@@ -62,6 +67,12 @@ class TensorBoardLogger(Logger):
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         """Open the file before the first step, which would have to wait for it."""
         super().on_fit_start(trainer, task)
+        if self.is_writer and self.begins_anew and not self._is_ours and self.log_dir is not None:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            _put_aside(Path(self.log_dir))
+        self._is_ours = True
         _ = self.experiment
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -79,3 +90,17 @@ class TensorBoardLogger(Logger):
         """Write out what is kept in memory."""
         if self._writer is not None:
             self._writer.flush()
+
+
+def _put_aside(folder: Path) -> None:
+    """Move the event files of another run into a folder of their own."""
+    files = _event_files(folder)
+    if files:
+        aside = free_name(folder)
+        aside.mkdir()
+        for file in files:
+            file.rename(aside / file.name)
+
+
+def _event_files(folder: Path) -> list[Path]:
+    return list(folder.glob("events.out.tfevents.*"))

@@ -300,7 +300,7 @@ ON_ANY_RANKS = {
     "no validation step": "ScalarWeight has no validation_step",
     "share": "limit_train_batches=0.01 of . training batches is none",
     "nothing to train": "leaves no batch to train on",
-    "interval above epoch": "val_check_interval=100 is more than the . batches",
+    "interval above epoch": "val_check_interval=100 is more than the . batch",
     "clip by hand": "work with automatic optimization only",
     "monitor": "EarlyStopping monitors 'val/acc', which was not logged",
     "no logger": "LearningRateMonitor needs a logger",

@@ -160,7 +160,9 @@ def test_another_batch_size_inside_an_epoch_is_refused(tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
     options: dict[str, Any] = {"max_epochs": 1, "precision": 64, "seed": 1, "enable_checkpointing": True}
     quiet_trainer(callbacks=[keep], **options).fit(Regression(), loader(32, 4))
-    with pytest.raises(CheckpointError, match="with batches of 4 samples; resuming inside an epoch with 8"):
+    with pytest.raises(
+        CheckpointError, match="with batches of 4 samples; resuming inside an epoch with batches of 8 samples"
+    ):
         quiet_trainer(**options, default_root_dir=tmp_path / "other").fit(
             Regression(), loader(32, 8), ckpt_path=next(iter(keep.kept))
         )
@@ -267,7 +269,7 @@ def test_nothing_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(ScalarWeight(), ones())
     trainer.fit(ScalarWeight(), ones())
-    assert capsys.readouterr().out == "nothing to train: 1 epochs and 8 steps are done already\n"
+    assert capsys.readouterr().out == "nothing to train: 1 epoch and 8 steps are done already\n"
 
 
 class Foreign(ScalarWeight):

@@ -479,7 +479,7 @@ def test_the_panel_of_two_ranks_names_dropped_samples_and_buckets() -> None:
     first, second = run_ranks(panel_of_two_ranks, 2)
     assert second == ""
     assert "2 ranks × micro-batch 4 × 1 accumulated = 8 samples" in first
-    assert "1 samples of each epoch: they can't be dealt evenly to 2 ranks" in first
+    assert "1 sample of each epoch left out: it can't be dealt evenly to 2 ranks" in first
     assert "buckets" in first
 
 

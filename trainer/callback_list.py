@@ -14,7 +14,7 @@ from ..callbacks.progress_bar import ProgressBar
 from ..callbacks.step_panel import StepPanel
 from ..callbacks.tensorboard import TensorBoardLogger
 from .config import TrainerConfig
-from .hooks import check_hooks
+from .hooks import check_hooks, check_logger
 from .task import Task
 
 
@@ -86,6 +86,8 @@ def check_callback(callback: Callback) -> None:
         what = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
         raise TypeError(f"callbacks hold {what}: expected objects of subclasses of Callback.")
     check_hooks(callback, Callback)
+    if isinstance(callback, Logger):
+        check_logger(callback)
 
 
 def _ordered(callbacks: list[Callback]) -> list[Callback]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..callbacks.callback import Callback
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
 from .data.transfer import move_to_device
-from .hooks import HookTable, overrides
+from .hooks import HookTable, check_takes_all_arguments, overrides
 from .loop import with_batch_index
 from .metric_log import Logged, MetricLog
 from .task import Task
@@ -44,13 +46,31 @@ PREDICTION = Stage("predict", "predict_step", "predict_dataloader", "prediction"
 class EvaluationLoop:
     """Runs a step of the task over loaders, in eval mode and without gradients."""
 
-    def __init__(self, trainer: Trainer, task: Task, hooks: HookTable, stage: Stage, transfer: Transfer | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: Task,
+        hooks: HookTable,
+        stage: Stage,
+        loaders: Sequence[PreparedLoader],
+        transfer: Transfer | None,
+    ) -> None:
+        """Prepare.
+
+        Raises:
+            TypeError: there are several loaders, and the step or a hook can't be told which.
+        """
         self.trainer, self.task, self.hooks, self.stage, self.transfer = trainer, task, hooks, stage, transfer
+        self.loaders = loaders
+        if len(loaders) > 1:
+            check_takes_loader_index(getattr(task, stage.step))
+            for moment in ("start", "end"):
+                for holder, base in (*((callback, Callback) for callback in trainer.callbacks), (task, Task)):
+                    check_takes_all_arguments(holder, f"on_{stage.name}_batch_{moment}", base)
         self.step = with_batch_index(getattr(task, stage.step))
 
     def run(
         self,
-        loaders: Sequence[PreparedLoader],
         *,
         most: int | None = None,
         keep: bool = False,
@@ -59,14 +79,13 @@ class EvaluationLoop:
         """Evaluate.
 
         Args:
-            loaders: whose batches.
             most: batches of each loader at most.
             keep: also return what the step returned, by loader and batch.
             before_end: called when the metrics are published, before the hooks that may save a checkpoint.
         """
-        trainer, task = self.trainer, self.task
-        if len(loaders) > 1:
-            check_takes_loader_index(getattr(task, self.stage.step))
+        trainer, task, loaders = self.trainer, self.task, self.loaders
+        lengths = [math.inf if loader.length is None else loader.length for loader in loaders]
+        trainer.evaluation_batches = sum(lengths if most is None else (min(most, length) for length in lengths))
         log = MetricLog(trainer.strategy, task, evaluation=True, loaders=len(loaders))
         before, trainer.active_log = trainer.active_log, log
         kept: list[list[Any]] = []

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..callbacks.wording import counted
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
 from .control import STOP, ControlWord
@@ -58,21 +59,24 @@ class FitRun:
         self._max_steps = config.max_steps if config.max_steps >= 0 else _NEVER
         self._validation_interval = self._interval()
         self._next_validation = _NEVER
-        self._evaluation = EvaluationLoop(trainer, task, hooks, VALIDATION, transfer) if val_loaders else None
+        self._evaluation: EvaluationLoop | None = None
+        if val_loaders:
+            self._evaluation = EvaluationLoop(trainer, task, hooks, VALIDATION, val_loaders, transfer)
 
     def start(self) -> TrainingLoop:
         """Build optimizers, resume, wrap, check the validation; return the loop, ready for its first epoch."""
         trainer, config = self.trainer, self.trainer.config
         self._refuse_what_excludes_manual_optimization()
         self._refuse_overrides_that_would_be_passed_over()
-        trainer.plan = make_plan(config, self.train_loader, self.length, trainer.world_size)
+        trainer.plan = make_plan(config, self.train_loader, self.length, self.val_loaders, trainer.world_size)
         trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(self.task)
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
         loop = TrainingLoop(self)
         self._seed_ranks()
-        self._call("on_fit_start")
+        self._call("on_fit_start")  # from here on the loggers know where they go on
+        trainer.log_hyperparameters()
         if self._checkpoint is None:
             self._sanity_check()
         self._restore_rng()
@@ -92,6 +96,9 @@ class FitRun:
             self.trainer.print(f"stopped after step {self.trainer.global_step}: {first}")
         self.trainer.training = False
         self._call("on_fit_end")
+        folder = self.trainer.run_folder
+        if self.trainer.is_global_zero and self.trainer.writes and folder.is_dir() and any(folder.iterdir()):
+            self.trainer.print(f"output in {folder}")
 
     def has_next_epoch(self) -> bool:
         """Move to the next epoch, if there is one to be trained."""
@@ -157,7 +164,7 @@ class FitRun:
         self.trainer.sanity_checking = True
         self._call("on_sanity_check_start")
         with kept_rng():  # training draws the same random numbers with and without it
-            self._evaluation.run(self.val_loaders, most=None if batches < 0 else batches)
+            self._evaluation.run(most=None if batches < 0 else batches)
         self._call("on_sanity_check_end")
         self.trainer.sanity_checking = False
 
@@ -299,7 +306,7 @@ class FitRun:
         if isinstance(value, int):
             if self.trainer.config.check_val_every_n_epoch is not None and length is not None and value > length:
                 raise ValueError(
-                    f"val_check_interval={value} is more than the {length} batches of an epoch: there would be no "
+                    f"val_check_interval={value} is more than the {counted(length, 'batch')} of an epoch: there would be no "
                     "validation. Set check_val_every_n_epoch=None to count across epochs."
                 )
             return value
@@ -309,7 +316,7 @@ class FitRun:
             )
         if not int(length * value):
             raise ValueError(
-                f"val_check_interval={value} of {length} batches is none: expected {1 / length:.3g} or more."
+                f"val_check_interval={value} of {counted(length, 'batch')} is none: expected {1 / length:.3g} or more."
             )
         return int(length * value)
 
@@ -346,7 +353,7 @@ class FitRun:
         trainer.training, trainer.validating = False, True
         if overrides(self.task, "on_validation_model_zero_grad", Task):
             self.task.on_validation_model_zero_grad()
-        self._evaluation.run(self.val_loaders, before_end=self._count_validation)
+        self._evaluation.run(before_end=self._count_validation)
         trainer.training, trainer.validating = True, False
         trainer.active_log = log
 

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..callbacks.callback import Callback
+from ..callbacks.logger import Logger
 from .task import Task
 
 Hook = Callable[..., Any]
@@ -92,23 +93,66 @@ def check_hooks(instance: object, base: type) -> None:
             )
         if method is not definition:
             _check_signature(kind, name, method, definition)
-    for name in ("setup", "teardown"):
-        method, definition = getattr(kind, name), getattr(base, name)
-        if method is not definition and inspect.isfunction(method):
+    for name in _CALLED_BY_NAME:
+        method, definition = getattr(kind, name, None), vars(base).get(name)
+        if definition is not None and inspect.isfunction(method) and method is not definition:
             _check_signature(kind, name, method, definition)
 
 
-def _check_signature(kind: type, name: str, method: Hook, definition: Hook) -> None:
+# What is called with all of its arguments, beside the hooks, in the order of the base's definition.
+_CALLED_BY_NAME = (
+    "setup", "teardown", "state_dict", "load_state_dict", "transfer_batch_to_device", "lr_scheduler_step",
+    "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
+)  # fmt: skip
+
+
+def check_takes_all_arguments(instance: object, name: str, base: type) -> None:
+    """Refuse a hook that leaves out `dataloader_idx`, where there are several loaders and it is given.
+
+    Raises:
+        TypeError: names the class, the hook and the right signature.
+    """
+    method = getattr(type(instance), name)
+    if method is not getattr(base, name) and inspect.isfunction(method):
+        _check_signature(type(instance), name, method, getattr(base, name), all_arguments=True)
+
+
+def check_logger(logger: Logger) -> None:
+    """Refuse a logger that lacks `log_metrics`, or can't take what its methods are called with.
+
+    Raises:
+        TypeError: names the class, the method and the right signature.
+    """
+    kind = type(logger)
+    if kind.log_metrics is Logger.log_metrics:
+        raise TypeError(f"{kind.__name__} has no log_metrics(metrics, step), which a Logger must have.")
+    for name, keywords in (("log_metrics", {"step": None}), ("log_hyperparams", {}), ("finalize", {})):
+        method = getattr(kind, name)
+        try:
+            inspect.signature(method).bind(None, None, **keywords)
+        except TypeError:
+            raise _wrong_signature(kind, name, method, getattr(Logger, name)) from None
+
+
+def _check_signature(kind: type, name: str, method: Hook, definition: Hook, *, all_arguments: bool = False) -> None:
     parameters = list(inspect.signature(definition).parameters.values())
     full = [None] * len(parameters)
     # `dataloader_idx` is given only where there are several loaders, and may be left out.
-    required = [None] * sum(parameter.default is parameter.empty for parameter in parameters)
+    may_lack = parameters[-1].name == "dataloader_idx" and parameters[-1].default is not inspect.Parameter.empty
+    fewer = full[:-1] if may_lack and not all_arguments else full
     signature = inspect.signature(method)
-    for arguments in (full, required):
+    for arguments in (full, fewer):
         try:
             signature.bind(*arguments)
         except TypeError:
             continue
         return
-    expected = ", ".join(parameter.name for parameter in parameters)
-    raise TypeError(f"{kind.__name__}.{name}{signature} can't take a hook's arguments: expected ({expected}).")
+    raise _wrong_signature(kind, name, method, definition)
+
+
+def _wrong_signature(kind: type, name: str, method: Hook, definition: Hook) -> TypeError:
+    expected = ", ".join(inspect.signature(definition).parameters)
+    return TypeError(
+        f"{kind.__name__}.{name}{inspect.signature(method)} can't take the arguments it is called with: expected "
+        f"({expected})."
+    )

@@ -298,6 +298,18 @@ class MetricLog:
                 result.for_callbacks[name] = value
         return result
 
+    def waits_for(self, name: str) -> str | None:
+        """Whether a value under this public name was logged and is not reduced yet, and with what it will be.
+
+        Returns:
+            "step": with the next step that logs; "epoch": at the epoch's end; None: nothing of that name waits.
+        """
+        for entry in self._entries.values():
+            for when, awaited in (("step", entry.on_step), ("epoch", entry.on_epoch)):
+                if awaited and (name == entry.name or (entry.suffixed and name == f"{entry.name}_{when}")):
+                    return when
+        return None
+
     def unshared_names(self) -> list[str]:
         """Names whose values differ from rank to rank, which nothing may monitor."""
         return [name for name, entry in self._entries.items() if not entry.shared and self._strategy.world_size > 1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,10 @@ class RunPlan:
     batches_per_epoch: int | None
     epochs: float
     total_steps: float
-    dropped: int
-    """Samples of an epoch that no rank sees, since they can't be dealt out evenly."""
+    dataset_size: int | None = None
+    """Samples to train on, in all."""
+    remarks: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What to know about the loaders, by a word for what it is about: samples left out, loaders that nobody deals."""
 
     @property
     def global_batch(self) -> int | None:
@@ -44,17 +46,27 @@ class RunPlan:
         return None if self.batches_per_epoch is None else math.ceil(self.batches_per_epoch / self.accumulation)
 
 
-def make_plan(config: TrainerConfig, loader: PreparedLoader, length: int | None, ranks: int) -> RunPlan:
+def make_plan(
+    config: TrainerConfig,
+    loader: PreparedLoader,
+    length: int | None,
+    val_loaders: Sequence[PreparedLoader],
+    ranks: int,
+) -> RunPlan:
     """Work out the plan of a fit; `length` is that of an epoch, in micro-batches."""
     epochs = math.inf if config.max_epochs in (None, -1) else config.max_epochs
     per_epoch = math.inf if length is None else math.ceil(length / config.accumulate_grad_batches)
     total = epochs * per_epoch
     if config.max_steps >= 0:
         total = min(total, config.max_steps)
-    dropped = 0 if loader.shard is None else loader.shard.dropped
+    remarks = {"training": "; ".join(loader.remarks())}
+    for index, other in enumerate(val_loaders):
+        label = "validation" if len(val_loaders) == 1 else f"validation {index}"
+        remarks[label] = "; ".join(other.remarks())
     return RunPlan(
         ranks, loader.batch_size, config.accumulate_grad_batches, length, epochs,
-        total if math.isinf(total) else int(total), dropped,
+        total if math.isinf(total) else int(total), loader.dataset_size,
+        {label: text for label, text in remarks.items() if text},
     )  # fmt: skip
 
 
@@ -64,17 +76,29 @@ class LearningRates:
 
     now: float
     peak: float | None = None
+    """The highest from now on; None, as the two below, where it can't be worked out."""
     peak_step: int | None = None
+    """The step that takes it, counted from 1 over the whole run."""
     last: float | None = None
+    """In the last step."""
 
 
-def learning_rates(optimizer: Optimizer, schedulers: Sequence[SchedulerConfig], plan: RunPlan) -> LearningRates:
-    """Play the schedule through on copies: the learning rate now, at its highest, and in the last step."""
+def learning_rates(
+    optimizer: Optimizer, schedulers: Sequence[SchedulerConfig], plan: RunPlan, done: int = 0
+) -> LearningRates:
+    """Play the rest of the schedule on copies: the learning rate now, at its highest, and in the last step.
+
+    Args:
+        optimizer: as it is now.
+        schedulers: as they are now.
+        plan: of the fit.
+        done: steps taken so far.
+    """
     now = float(optimizer.param_groups[0]["lr"])
     follows_metric = any(config.needs_metric or config.interval == "validation" for config in schedulers)
     if not schedulers:
-        return LearningRates(now, now, 0, now)
-    if follows_metric or plan.total_steps > _MOST_STEPS or plan.steps_per_epoch is None:
+        return LearningRates(now, now, done + 1, now)
+    if follows_metric or plan.total_steps - done > _MOST_STEPS or plan.steps_per_epoch is None:
         return LearningRates(now)
     double = _without_parameters(optimizer)
     try:
@@ -85,7 +109,7 @@ def learning_rates(optimizer: Optimizer, schedulers: Sequence[SchedulerConfig], 
     rates: list[float] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the double never steps, which a scheduler would remark on
-        for step in range(1, int(plan.total_steps) + 1):
+        for step in range(done + 1, int(plan.total_steps) + 1):
             rates.append(float(double.param_groups[0]["lr"]))
             for config, scheduler in zip(schedulers, played, strict=True):
                 count = step if config.interval == "step" else step / plan.steps_per_epoch
@@ -94,7 +118,7 @@ def learning_rates(optimizer: Optimizer, schedulers: Sequence[SchedulerConfig], 
     if not rates:
         return LearningRates(now)
     peak = max(rates)
-    return LearningRates(now, peak, rates.index(peak), rates[-1])
+    return LearningRates(now, peak, done + 1 + rates.index(peak), rates[-1])
 
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:

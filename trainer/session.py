@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,10 @@ import torch
 
 from ..strategies.launch import relaunch
 from .callback_list import with_callbacks_of
+from .checkpoint.weights import own_buffers
 from .data_module import DataModule
 from .hooks import HookTable, check_hooks, overrides
+from .run_folder import make_run_folder, name_of_run
 from .settings import torch_settings
 from .task import Task
 
@@ -57,6 +58,7 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
             task.configure_model()
             trainer.strategy.precision.convert_module(task)
             task.to(trainer.strategy.device)
+            own_buffers(task)
             yield HookTable(trainer.callbacks, task)
         except BaseException as error:
             _report(trainer, error)
@@ -71,23 +73,9 @@ def _agree(trainer: Trainer) -> None:
         seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63, name="seed")
     trainer.seed = seed
     if not trainer.has_run_folder:
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%SZ")
-        base = Path("runs") / f"{type(trainer.task).__name__}-{now}"
-        folder = _new_folder(base) if trainer.is_global_zero and trainer.writes else base
+        name, restart = type(trainer.task).__name__, trainer.strategy.environment.restart
+        folder = make_run_folder(name, restart) if trainer.is_global_zero and trainer.writes else name_of_run(name)
         trainer.run_folder = Path(trainer.strategy.broadcast(os.fspath(folder), name="run folder"))
-
-
-def _new_folder(base: Path) -> Path:
-    """Make a folder that nobody else has, even one who begins in this very moment."""
-    folder, number = base, 1
-    while True:
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            folder = base.with_name(f"{base.name}-{number}")
-        else:
-            return folder
 
 
 def _prepare_data(trainer: Trainer) -> None:

@@ -329,6 +329,7 @@ class Task(HyperparametersMixin, nn.Module):
             TypeError: `__init__` needs an argument that is neither in the checkpoint nor given.
         """
         from .checkpoint import read_checkpoint
+        from .checkpoint.weights import own_buffers
 
         checkpoint = read_checkpoint(checkpoint_path)
         arguments: dict[str, Any] = {**checkpoint.training.get("hyper_parameters", {}), **kwargs}
@@ -345,6 +346,7 @@ class Task(HyperparametersMixin, nn.Module):
                 "self.save_hyperparameters() in __init__."
             ) from error
         task.configure_model()
+        own_buffers(task)
         task.on_load_checkpoint(checkpoint.as_dict())
         task.load_state_dict(checkpoint.model, strict=task.strict_loading if strict is None else strict)
         return task.to(map_location or "cpu")

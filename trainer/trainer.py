@@ -16,10 +16,12 @@ from ..callbacks.callback import Callback
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.logger import Logger, SilentLogger
 from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.wording import counted
 from ..strategies import Environment, Precision, Strategy
 from .callback_list import all_callbacks
 from .checkpoint import remove_checkpoint
 from .checkpoint.resolve import checkpoint_to_resume, read
+from .checkpoint.staging import claim_new
 from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
 from .control import SAVE, STOP, ControlWord
@@ -146,6 +148,8 @@ class Trainer:
         """The optimizer step at which each of `callback_metrics` was reduced."""
         self.running = ""
         """The stage that is running: `fit`, `validate`, `test` or `predict`; empty between runs."""
+        self.evaluation_batches: float = 0
+        """Batches of this rank in the evaluation that runs, or ran last, over all its loaders; inf: not known."""
         self.fitting = False
         """Whether fit is running, with the validations in it."""
         self.is_last_batch = False
@@ -173,8 +177,8 @@ class Trainer:
             train_dataloaders: the training loader, or a DataModule. Default: the data module's or the task's.
             val_dataloaders: the validation loader, or a list of them.
             datamodule: gives what is not given above.
-            ckpt_path: resume from this checkpoint: a path, "best", "last", or "auto" (the newest intact one in
-                the folders of the run's ModelCheckpoints; without any, start anew).
+            ckpt_path: resume from this checkpoint: a path, "best", "last", or "auto" (the intact one that was made
+                last in the folders of the run's ModelCheckpoints; without any, start anew). A line says which.
 
         Raises:
             TypeError, ValueError: task, loaders, optimizers or options don't fit; before anything is trained.
@@ -194,7 +198,6 @@ class Trainer:
             )
             if val_loaders:
                 _check_task(model, "validation inside fit", ("validation_step",))
-            self._log_hyperparameters()
             self._has_validation, self.fitting = bool(val_loaders), True
             self.resumed_from = None if checkpoint is None else checkpoint.path
             self.train_dataloader = train_loader.loader
@@ -204,7 +207,8 @@ class Trainer:
                 loop = run.start()
                 if not run.has_next_epoch():
                     self.print(
-                        f"nothing to train: {self.current_epoch} epochs and {self.global_step} steps are done already"
+                        f"nothing to train: {counted(self.current_epoch, 'epoch')} and {counted(self.global_step, 'step')} "
+                        "are done already"
                     )
                 while run.has_next_epoch():
                     loop.train_epoch()
@@ -267,14 +271,22 @@ class Trainer:
         """Write a checkpoint into the folder `filepath`. All ranks must call it.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: no run has begun, or it could not be written.
         """
         save(self, Path(filepath), weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, unless it is the one this run was resumed from. For rank 0 to call."""
-        if self.resumed_from is None or Path(filepath).resolve() != self.resumed_from.resolve():
+        if not self.resumes_from(filepath):
             remove_checkpoint(Path(filepath))
+
+    def resumes_from(self, filepath: str | os.PathLike[str]) -> bool:
+        """Whether this run was resumed from the checkpoint `filepath`."""
+        return self.resumed_from is not None and Path(filepath).resolve() == self.resumed_from.resolve()
+
+    def claim_checkpoint(self, filepath: str | os.PathLike[str]) -> bool:
+        """Take a name for the next `save_checkpoint`; False: it is taken. For rank 0 to call."""
+        return claim_new(Path(filepath))
 
     def request_timed_save(self) -> None:
         """Ask all ranks for a checkpoint, at the same step, within about a second."""
@@ -286,9 +298,16 @@ class Trainer:
         return bool(self.control.agreed & SAVE)
 
     def learning_rates(self) -> LearningRates:
-        """The learning rate now, at its highest, and in the last step of the plan."""
-        assert self.plan is not None
-        return learning_rates(self.optimizers[0], self.lr_scheduler_configs, self.plan)
+        """The learning rate now, at its highest from here on, and in the last step of the plan.
+
+        Raises:
+            RuntimeError: no fit has begun.
+        """
+        if self.plan is None:
+            raise RuntimeError("learning_rates are known inside fit only, from on_fit_start on.")
+        if not self.task.automatic_optimization:  # the task steps its schedulers as it likes
+            return LearningRates(float(self.optimizers[0].param_groups[0]["lr"]))
+        return learning_rates(self.optimizers[0], self.lr_scheduler_configs, self.plan, self.global_step)
 
     def stop(self, reason: str) -> None:
         """Ask all ranks to stop training: within about a second, at the same step. Any rank may ask."""
@@ -500,7 +519,8 @@ class Trainer:
             for logger in self.loggers:
                 logger.log_metrics(logged.for_logger, step=self.global_step)
 
-    def _log_hyperparameters(self) -> None:
+    def log_hyperparameters(self) -> None:
+        """Hand the hyperparameters of data module and task to the loggers, on rank 0."""
         if not self.is_global_zero:
             return
         hyperparameters: dict[str, Any] = {}
@@ -554,7 +574,11 @@ class Trainer:
                 )
             flag = {"validate": "validating", "test": "testing", "predict": "predicting"}[stage_name]
             setattr(self, flag, True)
-            logged, kept = EvaluationLoop(self, task, hooks, stage, source.transfer()).run(loaders, keep=keep)
+            loop = EvaluationLoop(self, task, hooks, stage, loaders, source.transfer())
+            for index, loader in enumerate(loaders):
+                for remark in loader.remarks():
+                    self.print(f"{stage_name}{f', loader {index}' if len(loaders) > 1 else ''}: {remark}")
+            logged, kept = loop.run(keep=keep)
             setattr(self, flag, False)
         results = _by_loader(logged, len(loaders))
         if verbose and self.is_global_zero:

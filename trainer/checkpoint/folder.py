@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ import torch
 
 from ...strategies.base import Strategy
 from .plain import check_plain
+from .staging import claim, release, staging_of
 from .weights import load_tensors, save_tensors, split_tensors
 
 FORMAT = 1
@@ -76,10 +77,12 @@ def write_checkpoint(
     check_plain(dict(rank_state), "the rank's state")
     tensors, extra = split_tensors(model)
     check_plain(extra, "the extra state of the model")
-    staging = path.parent / f".{path.name}.partial"
+    staging = staging_of(path)
     first = strategy.rank == 0
 
     def make_folder() -> None:
+        if not claim(path):
+            raise FileExistsError("another run is writing a checkpoint of that name")
         if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
             raise FileExistsError("there is something else of that name, which is not replaced")
         shutil.rmtree(staging, ignore_errors=True)
@@ -96,7 +99,7 @@ def write_checkpoint(
         files = {file.name: _fingerprint(file) for file in sorted(staging.iterdir())}
         manifest = {
             "format": FORMAT,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "created": _now(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             **description,
             "files": files,
@@ -118,10 +121,24 @@ def write_checkpoint(
         _together(strategy, make_folder if first else None, path, "staging")
         _together(strategy, write_files, path, "files")
         _together(strategy, commit if first else None, path, "commit")
-    except CheckpointError:
+    finally:
         if first:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
+            release(path)
+
+
+# Of the newest checkpoint that this process wrote or read.
+_created = datetime.min.replace(tzinfo=timezone.utc)
+
+
+def _now() -> str:
+    """The time in UTC, later than that of every checkpoint written or read before, even where the clock was put back."""
+    global _created
+    _created = max(datetime.now(timezone.utc), _created + timedelta(microseconds=1))
+    return _created.isoformat(timespec="microseconds")
+
+
+def _created_at(manifest: dict[str, Any]) -> datetime:
+    return datetime.fromisoformat(manifest["created"]).replace(tzinfo=timezone.utc)
 
 
 def _together(strategy: Strategy, work: Callable[[], None] | None, path: Path, what: str) -> None:
@@ -146,8 +163,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: there is none, it is damaged, or of another format.
     """
+    global _created
     path = Path(path)
     manifest = verify(path)
+    _created = max(_created, _created_at(manifest))
     model: dict[str, Any] = dict(load_tensors(path / _MODEL))
     training = _load(path / _TRAINING)
     model |= training.pop("extra_state", {})
@@ -198,23 +217,24 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def newest_intact(folders: Iterable[Path]) -> Path | None:
-    """The checkpoint of the highest step in these folders that verifies; damaged ones are named in a warning."""
-    found = [
-        entry
-        for folder in folders
-        if folder.is_dir()
-        for entry in folder.iterdir()
-        if is_checkpoint(entry) and not entry.is_symlink()
-    ]
+    """The checkpoint in these folders that was made last and verifies; damaged ones are named in a warning.
 
-    def order(path: Path) -> tuple[int, float]:
-        try:
-            step = int(json.loads((path / _MANIFEST).read_text("utf-8"))["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            step = -1
-        return step, path.stat().st_mtime
-
-    for path in sorted(found, key=order, reverse=True):
+    Made last, not of the highest step: a run that began anew in a used folder goes on with its own. Those that hold
+    weights only are no candidates: nothing can go on from them.
+    """
+    found: list[tuple[datetime, int, Path]] = []
+    for folder in folders:
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if is_checkpoint(entry) and not entry.is_symlink():
+                try:
+                    manifest = json.loads((entry / _MANIFEST).read_text("utf-8"))
+                    if manifest.get("weights_only"):
+                        continue
+                    created, step = _created_at(manifest), int(manifest["step"])
+                except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                    created, step = datetime.min.replace(tzinfo=timezone.utc), -1  # verifying it says what is wrong
+                found.append((created, step, entry))
+    for _, _, path in sorted(found, reverse=True):
         try:
             verify(path)
         except CheckpointError as error:
@@ -232,7 +252,7 @@ def is_checkpoint(path: Path) -> bool:
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint: first out of sight, so that half a one is never found."""
     if is_checkpoint(path):
-        gone = path.parent / f".{path.name}.removed"
+        gone = staging_of(path.with_name(f"{path.name}.removed"))
         shutil.rmtree(gone, ignore_errors=True)
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .folder import Checkpoint, CheckpointError, newest_intact, read_checkpoint
@@ -24,6 +26,7 @@ def checkpoint_to_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | N
         ours = newest_intact(folders) if trainer.is_global_zero else None
         newest = trainer.strategy.broadcast(ours, name="newest checkpoint")
         if newest is None:
+            trainer.print(f"ckpt_path='auto': {_why_none(trainer, folders)}, so this run starts anew")
             return None
         ckpt_path = newest
     if ckpt_path == "last" and not trainer.strategy.broadcast(_last_path(trainer), name="last checkpoint"):
@@ -37,7 +40,18 @@ def checkpoint_to_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | N
             "the samples depends on it. Use the same, or leave it out."
         )
     trainer.seed = theirs
+    where = f"epoch {checkpoint.manifest.get('epoch')}, step {checkpoint.manifest.get('step')}"
+    trainer.print(f"resuming from {checkpoint.path} ({where})")
     return checkpoint
+
+
+def _why_none(trainer: Trainer, folders: Sequence[Path]) -> str:
+    if not folders:
+        return "there is no ModelCheckpoint, whose folder could be searched"
+    places = " and ".join(dict.fromkeys(map(str, folders)))
+    if trainer.config.default_root_dir is None and any(trainer.run_folder in folder.parents for folder in folders):
+        return f"{places} is this run's own new folder (set default_root_dir to find earlier runs)"
+    return f"there is no intact checkpoint in {places}"
 
 
 def read(trainer: Trainer, ckpt_path: str | os.PathLike[str]) -> Checkpoint:

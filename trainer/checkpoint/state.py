@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...callbacks.callback import Callback
+from ...callbacks.wording import counted
 from ..randomness import rng_state
 from .folder import Checkpoint, CheckpointError, write_checkpoint
+from .staging import release
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -46,11 +48,10 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
             if (state := callback.state_dict())
         },
         "strategy": strategy.state_dict(),
-        "world_size": trainer.world_size,
         "seed": trainer.seed,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "metric_steps": dict(trainer.metric_steps),
-        "micro_batch": None if trainer.plan is None else trainer.plan.micro_batch,
+        **inside_epoch(trainer),
     }
     if trainer.datamodule is not None and (data_state := trainer.datamodule.state_dict()):
         state["datamodule"] = data_state
@@ -58,27 +59,40 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
 
 
 def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
-    """Write a checkpoint of the run, all ranks together."""
-    task, strategy = trainer.task, trainer.strategy
-    strategy.synchronize(task)  # what is saved is what all go on with
-    checkpoint = training_state(trainer, weights_only=weights_only)
-    checkpoint["state_dict"] = strategy.model_state(task)
-    for callback in trainer.callbacks:
-        callback.on_save_checkpoint(trainer, task, checkpoint)
-    task.on_save_checkpoint(checkpoint)
-    model = checkpoint.pop("state_dict")
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    description = {
-        "task": type(task).__qualname__,
-        "step": trainer.global_step,
-        "epoch": trainer.current_epoch,
-        "world_size": trainer.world_size,
-        "metrics": metrics,
-    }
-    rank_state = {"rng": rng_state()}
-    if not weights_only and (own := strategy.rank_state_dict()):
-        rank_state["strategy"] = own
-    write_checkpoint(path, strategy, model, checkpoint, rank_state, description)
+    """Write a checkpoint of the run, all ranks together.
+
+    Raises:
+        CheckpointError: no run has begun, or the checkpoint could not be written.
+    """
+    task, strategy = getattr(trainer, "task", None), trainer.strategy
+    if task is None:
+        raise CheckpointError(
+            f"there is nothing to save in {path} yet: this Trainer has no task before its first run. Call fit first, or "
+            "save_checkpoint in a hook."
+        )
+    try:
+        strategy.synchronize(task)  # what is saved is what all go on with
+        checkpoint = training_state(trainer, weights_only=weights_only)
+        checkpoint["state_dict"] = strategy.model_state(task)
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, task, checkpoint)
+        task.on_save_checkpoint(checkpoint)
+        model = checkpoint.pop("state_dict")
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        description = {
+            "task": type(task).__qualname__,
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "world_size": trainer.world_size,
+            "metrics": metrics,
+            "weights_only": weights_only,
+        }
+        rank_state = {"rng": rng_state()}
+        if not weights_only and (own := strategy.rank_state_dict()):
+            rank_state["strategy"] = own
+        write_checkpoint(path, strategy, model, checkpoint, rank_state, description)
+    finally:
+        release(path)
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None:
@@ -129,28 +143,48 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None
     trainer.metric_steps |= state["metric_steps"]
 
 
+# What places a step in its epoch: how it is said, what is counted, and its name.
+_PLACES = {
+    "micro_batch": ("with batches of", "sample", "batch size"),
+    "world_size": ("on", "rank", "number of ranks"),
+    "accumulate_grad_batches": ("with windows of", "micro-batch", "accumulate_grad_batches"),
+    "dataset_size": ("with a training set of", "sample", "data"),
+}
+
+
 def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Trainer) -> None:
     for what, key, mine in (
-        ("optimizers", "optimizer_states", trainer.optimizers),
-        ("LR schedulers", "lr_schedulers", trainer.lr_scheduler_configs),
+        ("optimizer", "optimizer_states", trainer.optimizers),
+        ("LR scheduler", "lr_schedulers", trainer.lr_scheduler_configs),
     ):
         if len(state[key]) != len(mine):
             raise CheckpointError(
-                f"{checkpoint.path} holds {len(state[key])} {what}, configure_optimizers returned {len(mine)}: expected "
+                f"{checkpoint.path} holds {counted(len(state[key]), what)}, configure_optimizers returned {len(mine)}: expected "
                 "the same."
             )
     progress = state["progress"]
-    inside = progress["batch_idx"] and progress["epochs_done"] <= progress["epoch"]
-    here = None if trainer.plan is None else trainer.plan.micro_batch
-    if inside and state["micro_batch"] != here:
-        raise CheckpointError(
-            f"{checkpoint.path} was taken inside epoch {progress['epoch']} with batches of {state['micro_batch']} samples; "
-            f"resuming inside an epoch with {here} is not supported yet. Use the same batch size, or a checkpoint of an "
-            "epoch's end."
-        )
-    if inside and state["world_size"] != trainer.world_size:
-        raise CheckpointError(
-            f"{checkpoint.path} was taken inside epoch {progress['epoch']} on {state['world_size']} ranks; resuming "
-            f"inside an epoch on {trainer.world_size} is not supported yet. Use as many ranks, or a checkpoint of an "
-            "epoch's end."
-        )
+    if not progress["batch_idx"] or progress["epochs_done"] > progress["epoch"]:
+        return
+    for key, here in inside_epoch(trainer).items():
+        theirs = state.get(key, here)  # older checkpoints don't say
+        if theirs != here:
+            before, noun, same = _PLACES[key]
+            then, now = (
+                f"{before} {'an unknown number' if value is None else counted(value, noun)}" for value in (theirs, here)
+            )
+            raise CheckpointError(
+                f"{checkpoint.path} was taken inside epoch {progress['epoch']} {then}; resuming inside an epoch {now} is not "
+                f"supported yet, since what is left of it would differ. Use the same {same}, or a checkpoint of an epoch's "
+                "end."
+            )
+
+
+def inside_epoch(trainer: Trainer) -> dict[str, Any]:
+    """What places a step in its epoch: with another value, the micro-batches done so far would be other ones."""
+    plan = trainer.plan
+    return {
+        "micro_batch": None if plan is None else plan.micro_batch,
+        "world_size": trainer.world_size,
+        "accumulate_grad_batches": trainer.config.accumulate_grad_batches,
+        "dataset_size": None if plan is None else plan.dataset_size,
+    }

@@ -7,7 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # Names of tied weights, by the name under which their one tensor is stored.
 _TIED = "samestep.tied"
@@ -51,3 +53,15 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         metadata: dict[str, str] = file.metadata() or {}
     tied: dict[str, str] = json.loads(metadata.get(_TIED, "{}"))
     return tensors | {name: tensors[source] for name, source in tied.items()}
+
+
+def own_buffers(task: nn.Module) -> None:
+    """Give buffers made by `expand` a memory of their own: no weights could be loaded into one shared by its elements."""
+    copies: dict[int, Tensor] = {}
+    for module in task.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.layout is not torch.strided or is_lazy(buffer):
+                continue
+            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                copies.setdefault(id(buffer), buffer.contiguous())  # one that has two names stays one
+                setattr(module, name, copies[id(buffer)])

@@ -18,6 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ...callbacks.wording import counted
 from ...strategies.base import Strategy
 from ..randomness import derived_seed
 from .sampling import SeededOrder, Shard, ShuffledOrder, generators_of, has_length, set_epoch
@@ -41,6 +42,34 @@ class PreparedLoader:
 
     worker_seed: int = 0
     """What the workers' random numbers depend on, besides the epoch."""
+
+    dataset_size: int | None = None
+    """Samples in the dataset, from which all ranks are dealt theirs; None where it can't be known."""
+
+    dropped: int = 0
+    """Samples of an epoch that no rank sees, with uneven shares or a short last batch; batches where those are dealt."""
+
+    read_by_all: bool = False
+    """Whether nobody deals the samples to the ranks, so that each reads all that the loader gives."""
+
+    def remarks(self) -> list[str]:
+        """What whoever reads numbers of this loader should know."""
+        found: list[str] = []
+        if self.read_by_all:
+            kind = type(self.loader).__name__
+            found.append(f"not dealt: every rank reads all of it ({kind} is no DataLoader, so it is taken as it is)")
+        if self.dropped and self.shard is not None:
+            batches = getattr(self.loader, "batch_sampler", None)
+            what = counted(self.dropped, "batch" if isinstance(batches, Shard) else "sample")
+            reasons: list[str] = []
+            if self.shard.dropped:
+                reasons.append(f"can't be dealt evenly to {counted(self.shard.world_size, 'rank')}")
+            if getattr(batches, "drop_last", False):
+                reasons.append("would fill no batch (drop_last=True)")
+            found.append(
+                f"{what} of each epoch left out: {'it' if self.dropped == 1 else 'they'} {' or '.join(reasons)}"
+            )
+        return found
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the epoch, and the random numbers of workers that are started for it."""
@@ -116,6 +145,13 @@ def prepare_loader(loader: Any, name: str, limit: int | float, dealing: Dealing)
         raise ValueError(_why_empty(loader, name, dealing))
     length = len(prepared.loader) if has_length(prepared.loader) else None  # pyright: ignore
     prepared.length = _limited(length, most, limit, name)
+    dataset: Any = getattr(cast("Any", loader), "dataset", None)
+    if has_length(dataset) and (prepared.shard is not None or dealing.strategy.world_size == 1):
+        prepared.dataset_size = len(dataset)
+    if prepared.shard is not None and prepared.length == length:  # a limit leaves out more, as it was told to
+        prepared.dropped = _dropped(prepared.shard, _batches_of(prepared))
+    elif prepared.shard is None and dealing.strategy.world_size > 1 and dealing.enabled:
+        prepared.read_by_all = not _deals_itself(loader)
     return prepared
 
 
@@ -130,10 +166,27 @@ def _most_batches(prepared: PreparedLoader, lengths: list[int | None], dealing: 
         return None
     first = copy.copy(prepared.shard)
     first.rank = 0
+    batches = _batches_of(prepared)
+    return len(first) if batches is None else len(BatchSampler(first, batches.batch_size, batches.drop_last))
+
+
+def _batches_of(prepared: PreparedLoader) -> BatchSampler | None:
+    """What makes batches of our shard's samples; None where the shard is of batches, or of samples one by one."""
     batches: Any = getattr(prepared.loader, "batch_sampler", None)
-    if isinstance(batches, BatchSampler):
-        return len(BatchSampler(first, batches.batch_size, batches.drop_last))
-    return len(first)
+    return batches if isinstance(batches, BatchSampler) else None
+
+
+def _dropped(shard: Shard, batches: BatchSampler | None) -> int:
+    """Items that no rank sees: those beyond the even shares, and those of last batches that are dropped."""
+    if not has_length(shard.order):
+        return 0
+    seen = 0
+    for rank in range(shard.world_size):
+        share = copy.copy(shard)
+        share.rank = rank
+        size = 1 if batches is None or not batches.drop_last else batches.batch_size
+        seen += len(share) // size * size
+    return len(shard.order) - seen  # pyright: ignore
 
 
 def _limited(length: int | None, most: int | None, limit: int | float, name: str) -> int | None:
@@ -146,13 +199,14 @@ def _limited(length: int | None, most: int | None, limit: int | float, name: str
         raise ValueError(f"{option}={limit}: the {name} loader has no length to take a share of; give a number (int).")
     share = int(most * limit)  # of the longest rank, so that it is the same share on any number of ranks
     if not share and limit > 0:
-        raise ValueError(f"{option}={limit} of {most} {name} batches is none: expected at least {1 / most:.3g}.")
+        count = counted(most, f"{name} batch")
+        raise ValueError(f"{option}={limit} of {count} is none: expected at least {1 / most:.3g}.")
     return min(length, share)
 
 
 def _why_empty(loader: Any, name: str, dealing: Dealing) -> str:
     dataset = getattr(loader, "dataset", None)
-    samples = f" (a dataset of {len(cast('Any', dataset))} samples)" if has_length(dataset) else ""
+    samples = f" (a dataset of {counted(len(cast('Any', dataset)), 'sample')})" if has_length(dataset) else ""
     ranks = dealing.strategy.world_size
     dealt = f" when dealt to {ranks} ranks" if ranks > 1 else ""
     drop = ", drop_last=True" if getattr(loader, "drop_last", False) else ""
@@ -198,7 +252,7 @@ def _sampler_of(loader: DataLoader[Any] | None) -> tuple[Any, int | None, bool]:
     if loader is None or isinstance(loader.dataset, IterableDataset):
         return None, None, False
     sampler, batch_sampler = cast("Any", loader.sampler), cast("Any", loader.batch_sampler)
-    if any(map(_already_dealt, (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)))):
+    if _deals_itself(loader):
         return None, None, False
     if batch_sampler is None:
         return sampler, None, False
@@ -245,6 +299,12 @@ def _order(sampler: Any, length: int, seed: int, dealing: Dealing) -> Iterable[A
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
         return ShuffledOrder(length, seed) if dealing.shuffle else range(length)
     return SeededOrder(sampler, seed)
+
+
+def _deals_itself(loader: Any) -> bool:
+    """Whether one of the loader's samplers gives each rank another share."""
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    return any(map(_already_dealt, (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))))
 
 
 def _already_dealt(sampler: Any) -> bool:

@@ -1,0 +1,118 @@
+"""Where a checkpoint is built: a hidden folder beside its place, which is its writer's alone.
+
+Two runs may write into one folder at the same time, and a run may die while it writes. A locked file tells the one
+from the other, since the system lets go of a dead process's locks: a folder whose lock is held is left alone, one
+whose lock is free was left by a dead run and is removed.
+
+.step-00000500.partial   the folder
+.step-00000500.lock      its lock
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+# Descriptors of the locks that this process holds, by the checkpoint's path; None where the file system has no locks.
+_held: dict[Path, int | None] = {}
+
+_OURS = re.compile(r"model\.safetensors|training\.pt|rank-\d+\.pt|manifest\.json")
+
+
+def staging_of(path: Path) -> Path:
+    """The folder in which the checkpoint `path` is built."""
+    return path.parent / f".{path.name}.partial"
+
+
+def claim(path: Path) -> bool:
+    """Take a checkpoint's staging folder for this process, until `release`; remove what dead runs left beside it.
+
+    Returns:
+        False: another process is writing this very checkpoint.
+    """
+    path = path.absolute()
+    if path in _held:
+        return True
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+    except OSError:  # no locks there, or no permission, which whoever writes will be told
+        _held[path] = None
+        return True
+    if lock is None:
+        return False
+    _held[path] = lock
+    for folder in path.parent.glob(".*.partial"):
+        _remove_if_left(folder)
+    return True
+
+
+def claim_new(path: Path) -> bool:
+    """As `claim`, but False also where there is something at `path` already."""
+    if os.path.exists(path) or not claim(path):  # unlike Path.exists, it does not raise without permission
+        return False
+    if os.path.exists(path):  # another run was faster, and is done
+        release(path)
+        return False
+    return True
+
+
+def release(path: Path) -> None:
+    """Let go of what `claim` took, and remove what is left in the staging folder."""
+    path = path.absolute()
+    if path not in _held:
+        return
+    shutil.rmtree(staging_of(path), ignore_errors=True)
+    _unlock(path, _held.pop(path))
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a staging folder that no living process holds, if it holds nothing but parts of a checkpoint."""
+    path = folder.with_name(folder.name[1:].removesuffix(".partial")).absolute()
+    try:
+        if path in _held or not all(_OURS.fullmatch(entry.name) for entry in folder.iterdir()):
+            return
+        lock = _lock(path)
+    except OSError:  # no folder, or just gone
+        return
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        _unlock(path, lock)
+
+
+def _lock(path: Path) -> int | None:
+    """The descriptor of the lock; None: another process holds it.
+
+    Raises:
+        OSError: this file system has no locks, or the file can't be made.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError("this system has no file locks") from None
+    name = _lock_file(path)
+    while True:
+        descriptor = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(name) and os.path.samestat(os.fstat(descriptor), os.stat(name)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the holder before removed it between our two calls
+
+
+def _unlock(path: Path, lock: int | None) -> None:
+    if lock is not None:
+        _lock_file(path).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _lock_file(path: Path) -> Path:
+    return path.parent / f".{path.name}.lock"
