@@ -494,7 +494,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
 def _refuse_python_reducer() -> None:
     dynamo = sys.modules.get("torch._dynamo")  # whoever set the option has imported it
-    mode = None if dynamo is None else dynamo.config.optimize_ddp
+    mode = None if dynamo is None else getattr(dynamo.config, "optimize_ddp", None)
     if isinstance(mode, str) and mode.startswith("python_reducer"):
         raise ValueError(
             f"torch._dynamo.config.optimize_ddp={mode!r}: with it DDP broadcasts no buffers and reduces parameter by "

@@ -36,6 +36,9 @@ class Optimized(Regression):
         super().__init__()
         self.kind = kind
 
+    def on_train_end(self) -> None:
+        self.described = self.trainer.strategy.describe()
+
     def configure_optimizers(self) -> Any:
         groups = [
             {"params": [self.net[0].weight, self.net[2].bias]},
@@ -61,7 +64,7 @@ def train(kind: str, options: dict[str, Any], folder: str = "", ckpt: str | None
         "state": optimizer.state_dict()["state"],
         "rates": [group["lr"] for group in optimizer.param_groups],
         "step": trainer.global_step,
-        "described": trainer.strategy.describe(),
+        "described": task.described,
     }
 
 
