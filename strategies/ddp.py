@@ -201,6 +201,7 @@ class DDPStrategy(Strategy):
     @contextmanager
     def _named(self, name: str) -> Generator[None]:
         self.collectives[name] += 1
+        self.groups.announce(name)
         try:
             yield
         except RuntimeError as error:
