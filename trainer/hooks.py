@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..callbacks.callback import Callback
+from .misnomers import STEPS, check_names, methods_of
 from .task import Task
 
 Hook = Callable[..., Any]
@@ -72,43 +73,63 @@ def overrides(instance: object, name: str, base: type) -> bool:
 
 
 def check_hooks(instance: object, base: type) -> None:
-    """Refuse methods that look like hooks and are none, and hooks that can't take their arguments.
+    """Refuse methods that look as if they were called and are not, and those that can't take their arguments.
 
     Raises:
         TypeError: names the class, the method, and the nearest hook or the right signature.
     """
     kind = type(instance)
-    for name in dir(kind):
-        method = getattr(kind, name)
-        if not name.startswith("on_") or not inspect.isfunction(method):
-            continue
+    check_names(kind, base)
+    for name, method in methods_of(kind, base):
         definition = getattr(base, name, None)
-        if definition is None:
+        if definition is not None:
+            if inspect.isfunction(definition):
+                _check_arguments(kind, name, method, definition)
+        elif name.startswith("on_"):
             near = get_close_matches(name, _hook_names(base), 1)
             hint = f"did you mean {near[0]!r}?" if near else f"the hooks are the `on_…` methods of {base.__name__}."
             raise TypeError(
                 f"{kind.__name__}.{name} is no hook, so it would never be called: {hint} "
                 "A method that is not meant as a hook needs a name without `on_`."
             )
-        if method is not definition:
-            _check_signature(kind, name, method, definition)
-    for name in ("setup", "teardown"):
-        method, definition = getattr(kind, name), getattr(base, name)
-        if method is not definition and inspect.isfunction(method):
-            _check_signature(kind, name, method, definition)
 
 
-def _check_signature(kind: type, name: str, method: Hook, definition: Hook) -> None:
-    parameters = list(inspect.signature(definition).parameters.values())
-    full = [None] * len(parameters)
-    # `dataloader_idx` is given only where there are several loaders, and may be left out.
-    required = [None] * sum(parameter.default is parameter.empty for parameter in parameters)
-    signature = inspect.signature(method)
-    for arguments in (full, required):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
+# Methods of a task that the trainer calls, besides hooks; always with all their arguments.
+_CALLED = (
+    "setup", "teardown", "prepare_data", "configure_optimizers", "configure_model", "configure_callbacks",
+    "configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
+    "transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
+)  # fmt: skip
+
+
+def _check_arguments(kind: type, name: str, method: Hook, definition: Hook) -> None:
+    expected = [
+        parameter
+        for parameter in inspect.signature(definition).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    most = least = len(expected)
+    if name in STEPS:
+        # The index may be left out; the loader's is given only where there are several.
+        most, least = (3 if name == "training_step" else 4), 2
+    elif name.startswith("on_"):  # here, too
+        least = sum(parameter.default is parameter.empty for parameter in expected)
+    elif name not in _CALLED:
         return
-    expected = ", ".join(parameter.name for parameter in parameters)
-    raise TypeError(f"{kind.__name__}.{name}{signature} can't take a hook's arguments: expected ({expected}).")
+    signature = inspect.signature(method)
+    if "optimizer_idx" in signature.parameters:
+        raise TypeError(
+            f"{kind.__name__}.{name}{signature} takes optimizer_idx, which is never given: with several optimizers set "
+            "self.automatic_optimization = False, and step them in training_step."
+        )
+    if not any(_binds(signature, count) for count in range(least, most + 1)):
+        names = ", ".join(parameter.name for parameter in expected)
+        raise TypeError(f"{kind.__name__}.{name}{signature} can't take its arguments: expected ({names}).")
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
