@@ -13,8 +13,10 @@ import traceback
 from types import TracebackType
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
-# Errors of a rank whose peers have ended: ours, and gloo's in the backward.
-_CONSEQUENCE = re.compile(r"could not finish the collective|Connection (closed|reset) by peer")
+# Errors that only say that another process has ended: ours, gloo's in the backward, and a loader's.
+_CONSEQUENCE = re.compile(
+    r"could not finish the collective|Connection (closed|reset) by peer|DataLoader worker .* exited unexpectedly"
+)
 _recorded: BaseException | None = None
 
 
@@ -22,7 +24,8 @@ def record_error(error: BaseException) -> None:
     """Write the error into this rank's file, if torch's agent started it; once for each error.
 
     The agent takes the oldest for the cause, but knows the time by the second only, and peers fail within
-    milliseconds. So an error that only says that a peer has ended is dated a minute later.
+    milliseconds. So an error that only says that another process has ended is dated a minute later, and does not
+    replace what a worker of this rank has written.
     """
     global _recorded
     path = os.environ.get(_VARIABLE)
@@ -30,9 +33,12 @@ def record_error(error: BaseException) -> None:
         return
     _recorded = error
     text = f"{type(error).__name__}: {error}"
+    consequence = _CONSEQUENCE.search(text) is not None
+    if consequence and os.path.exists(path):
+        return
     told = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-        "timestamp": str(int(time.time()) + (60 if _CONSEQUENCE.search(text) else 0)),
+        "timestamp": str(int(time.time()) + (60 if consequence else 0)),
     }
     try:
         with open(path, "w", encoding="utf-8") as file:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
+from .error_file import record_error
+
 
 def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
     """Run `command` (default: the command of this process) as `processes` ranks on this host, then exit.
@@ -96,8 +98,10 @@ def refuse_import_of_main(what: str) -> None:
     """
     # What multiprocessing itself looks at, to refuse a child that starts children there.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(
+        error = RuntimeError(
             f"{what} in a child process (a worker of a DataLoader, say) that only imports the program, as processes "
             "started by 'spawn' and 'forkserver' do. Put what the program does, Trainer and all, into a function, and "
             'call it under `if __name__ == "__main__":`.'
         )
+        record_error(error)  # the rank that started this process sees only that it ended
+        raise error

@@ -117,11 +117,26 @@ def test_an_error_that_a_peer_has_ended_is_dated_behind_its_cause(
 ) -> None:
     monkeypatch.setattr("time.time", lambda: 100.5)
     dates: list[str] = []
-    for error in (ValueError("cause"), RuntimeError("Connection closed by peer [::1]"), RuntimeError("rank 0 could not finish the collective 'x'")):  # fmt: skip
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for number, error in enumerate([
+        ValueError("cause"), RuntimeError("Connection closed by peer [::1]"),
+        RuntimeError("rank 0 could not finish the collective 'x'"),
+    ]):  # fmt: skip
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"error-{number}.json"))
         error_file.record_error(error)
-        dates.append(json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["timestamp"])
+        dates.append(json.loads((tmp_path / f"error-{number}.json").read_text())["message"]["extraInfo"]["timestamp"])
     assert dates == ["100", "160", "160"]
+
+
+def test_an_error_that_a_worker_has_ended_does_not_replace_what_the_worker_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    path.write_text("of the worker")
+    error_file.record_error(RuntimeError("DataLoader worker (pid(s) 5) exited unexpectedly"))
+    assert path.read_text() == "of the worker"
+    error_file.record_error(ValueError("of the rank itself"))
+    assert "of the rank itself" in path.read_text()
 
 
 # --- parameters without a shape --------------------------------------------------------------

@@ -185,6 +185,8 @@ def test_a_worker_that_imports_the_program_does_not_begin_the_run_anew(method: s
     assert done.returncode == 1
     assert "fit in a child process" in done.stderr
     assert 'call it under `if __name__ == "__main__":`' in done.stderr
+    if ranks > 1:
+        assert "fit in a child process" in done.stderr.splitlines()[-1]
 
 
 def test_the_parent_checks_before_it_starts_anything(program: Path) -> None:
