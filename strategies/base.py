@@ -184,8 +184,11 @@ class Strategy:
         """Reduce `tensor` over the ranks in place by `sum`, `mean`, `min` or `max`, and return it."""
         return tensor
 
-    def start_all_reduce_max(self, tensor: Tensor, *, name: str) -> Pending:
-        """Start the elementwise maximum of a CPU tensor over the ranks, in place, without waiting."""
+    def start_all_reduce_max(self, tensor: Tensor, *, name: str, each_step: bool = False) -> Pending:
+        """Start the elementwise maximum of a CPU tensor over the ranks, in place, without waiting.
+
+        `each_step`: it belongs to every step, so it must cost nothing besides.
+        """
         return Pending(tensor)
 
     def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:

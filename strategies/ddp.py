@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -131,6 +132,7 @@ class DDPStrategy(ProcessGroupStrategy):
         self._in_backward: OptimizerInBackward | None = None
         self._compiled: CountedCompile | None = None
         self._graphs_told = 0
+        self._hook_is_set_up = False
         self._used: UsedParameters | None = None
         self._batchnorm_group: dist.ProcessGroup | None = None
         self._learns_graph = self._settled = self._in_our_backward = False
@@ -193,12 +195,12 @@ class DDPStrategy(ProcessGroupStrategy):
         """Drop the DDP wrapper, with the hooks it set on the parameters, and what was converted for it."""
         if self._step is not None:
             self.unwrap(self._step)
-        self._optimizers, self._used = [], None
+        if self.comm_hook is not None:
+            self.comm_hook.teardown()
+        self._optimizers, self._used, self._hook_is_set_up = [], None, False
 
     def unwrap(self, step: nn.Module) -> None:
         """Give the step back as it was before `wrap`."""
-        if self.comm_hook is not None:
-            self.comm_hook.teardown()
         if self.sync_batchnorm:
             sync_batchnorm.revert(step)
         if self._compiled is not None:
@@ -242,7 +244,9 @@ class DDPStrategy(ProcessGroupStrategy):
         _refuse_python_reducer()
         check_same_model(step, self.gather_objects)
         if self.sync_batchnorm and self.world_size > 1:
-            sync_batchnorm.convert(step, self._group_of_batchnorm(), self.device.type, self.named)
+            sync_batchnorm.convert(
+                step, self._group_of_batchnorm(), self.device.type, partial(self.named, announced=False)
+            )
         if not any(parameter.requires_grad for parameter in step.parameters()):
             self.broadcast_module(step)  # nothing to reduce: DDP refuses such a module
             return step.forward
@@ -273,7 +277,8 @@ class DDPStrategy(ProcessGroupStrategy):
     def _register_hooks(self, step: nn.Module, model: DistributedDataParallel) -> None:
         """How gradients are reduced, and what is updated behind it."""
         hook = self.comm_hook
-        if hook is not None:
+        if hook is not None and not self._hook_is_set_up:  # set up anew it would forget its state
+            self._hook_is_set_up = True
             context = comm_hooks.HookContext.create(step, self.environment, self.device, self.timeout)
             hook.setup(replace(context, names={key: name.removeprefix("task.") for key, name in context.names.items()}))
         if self.optimizer_in_backward:
@@ -289,8 +294,9 @@ class DDPStrategy(ProcessGroupStrategy):
         return self._batchnorm_group
 
     def check_same_parameters(self, module: nn.Module) -> None:
-        """Compare the parameters' sums over the ranks; see `same_model.check_same_parameters`."""
-        check_same_parameters(module, self.all_gather)
+        """Compare the parameters' sums over the ranks, where they must be equal."""
+        if self.comm_hook is None or not self.comm_hook.ranks_differ:
+            check_same_parameters(module, self.all_gather)
 
     def synchronize(self, module: nn.Module) -> None:
         """Make parameters equal where a communication hook lets them differ, and give every rank rank 0's buffers."""

@@ -2,42 +2,67 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
+from .error_file import record_error
+
 
 def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
     """Run `command` (default: the command of this process) as `processes` ranks on this host, then exit.
 
-    Exits with status 0 when all ranks succeeded, else 1, after naming the rank that failed first.
+    Exits with status 0 when all ranks succeeded; with the exit code of the rank that failed first, after naming it
+    (128 + n where signal n ended it); with 130 after Ctrl-C.
 
     Raises:
         RuntimeError: this process has no command that could be run again (a notebook, a prompt, stdin).
     """
     # Imported here: the agent takes a tenth of a second to import, and most processes never need it.
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     command = own_command() if command is None else command
     # Without a number torchrun sets 1, and says so in a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    # What the agent does about a failed rank or a signal; the line below says why it does it.
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         # The agent leaves its folder behind, unless it is given one.
         with tempfile.TemporaryDirectory(prefix="samestep-ranks-") as logs:
             options = ["--standalone", f"--nproc-per-node={processes}", f"--log-dir={logs}", "--no-python"]
-            run.main([*options, *command])
+            run.run(run.parse_args([*options, *command]))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message: Any = failure.message  # a dict, where the rank wrote an error file
-        why = cast("dict[str, str]", message).get("message", "") if isinstance(message, dict) else str(message)
-        print(f"samestep: rank {rank} failed first, with exit code {failure.exitcode}: {why}", file=sys.stderr)
-        sys.exit(1)
+        # Those that the agent ended by SIGTERM come last: it knows the time by the second only.
+        failures = error.failures
+        rank = min(failures, key=lambda r: (failures[r].exitcode == -signal.SIGTERM, failures[r].timestamp))
+        failure = failures[rank]
+        print(
+            f"samestep: rank {rank} failed first, with exit code {failure.exitcode}{_reason(failure)}", file=sys.stderr
+        )
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    except SignalException as error:
+        print(f"samestep: {error.sigval.name} received, all ranks are stopped", file=sys.stderr)
+        sys.exit(128 + error.sigval)
     sys.exit(0)
+
+
+def _reason(failure: Any) -> str:
+    """What the rank wrote into its error file, or the signal that ended it; the first line."""
+    message: Any = failure.message  # a dict, where the rank wrote an error file
+    if isinstance(message, dict):
+        message = cast("dict[str, str]", message).get("message", "")
+    elif failure.exitcode > 0:
+        message = ""  # advice of torch's
+    return f": {message.splitlines()[0]}" if message else ""
 
 
 def own_command() -> list[str]:
@@ -61,3 +86,22 @@ def own_command() -> list[str]:
             "file.py`, or use devices=1 here."
         )
     return [sys.executable, *program]
+
+
+def refuse_import_of_main(what: str) -> None:
+    """Refuse to run where a child process imports the program, to find its classes: it would begin the run anew.
+
+    On several ranks it would even take the place of the rank that started it, and all would wait.
+
+    Raises:
+        RuntimeError: names the remedy.
+    """
+    # What multiprocessing itself looks at, to refuse a child that starts children there.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        error = RuntimeError(
+            f"{what} in a child process (a worker of a DataLoader, say) that only imports the program, as processes "
+            "started by 'spawn' and 'forkserver' do. Put what the program does, Trainer and all, into a function, and "
+            'call it under `if __name__ == "__main__":`.'
+        )
+        record_error(error)  # the rank that started this process sees only that it ended
+        raise error

@@ -79,9 +79,14 @@ class ProcessGroupStrategy(Strategy):
         return self.groups.training if tensor.is_cuda else self.groups.control
 
     @contextmanager
-    def named(self, name: str) -> Generator[None]:
-        """Count the collective inside, and say its name if it fails."""
+    def named(self, name: str, *, announced: bool = True) -> Generator[None]:
+        """Count the collective inside, and say its name if it fails.
+
+        `announced`: before it, see that all ranks come to the same one. That asks the store: not for those of each step.
+        """
         self.collectives[name] += 1
+        if announced:
+            self.groups.announce(name)
         try:
             yield
         except RuntimeError as error:
@@ -96,9 +101,9 @@ class ProcessGroupStrategy(Strategy):
             dist.all_reduce(tensor, _OPERATIONS[op], group=self._group_of(tensor))
         return tensor
 
-    def start_all_reduce_max(self, tensor: Tensor, *, name: str) -> Pending:
+    def start_all_reduce_max(self, tensor: Tensor, *, name: str, each_step: bool = False) -> Pending:
         """Start the maximum on the control group, where it waits behind no gradient."""
-        with self.named(name):
+        with self.named(name, announced=not each_step):
             return Pending(tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self.groups.control, async_op=True))
 
     def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:

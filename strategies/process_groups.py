@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -18,7 +19,7 @@ from .environment import Environment
 _joined = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProcessGroups:
     """The groups of one run.
 
@@ -28,9 +29,47 @@ class ProcessGroups:
 
     training: dist.ProcessGroup
     control: dist.ProcessGroup
+    store: dist.Store
+    """Where ranks tell which collective they come to."""
 
+    _number: itertools.count[int] = field(default_factory=itertools.count)
+
+    def announce(self, name: str) -> None:
+        """Come to the next collective of the main thread; the first rank that does tells its name.
+
+        Gloo itself takes any two collectives for the same one: it hangs, aborts the process, or mixes the values.
+
+        Raises:
+            RuntimeError: another rank came to another collective.
+        """
+        if dist.get_world_size() == 1 or threading.current_thread() is not threading.main_thread():
+            return
+        number = next(self._number)
+        mine = f"{name} (rank {dist.get_rank()})"
+        try:
+            first = self.store.compare_set(str(number), "", mine).decode()
+            if dist.get_rank() == 0 and number >= _KEPT:
+                self.store.delete_key(str(number - _KEPT))
+        except dist.DistError:
+            return  # whoever keeps the store has ended: the collective will say so
+        if first.rpartition(" (")[0] != name:
+            raise RuntimeError(
+                f"the ranks are at different places, and would wait for each other: {first} and {mine}. What communicates "
+                "(save_checkpoint, all_gather, validate, …) must be called by every rank: not under "
+                "`if trainer.is_global_zero:`."
+            )
+
+    def let_go(self) -> None:
+        """Drop the groups, whoever still holds this object: a group ends its threads when nobody refers to it."""
+        del self.training, self.control
+
+
+# Names of collectives that stay in the store. No rank is ever so far behind: each collective waits for all.
+_KEPT = 100
 
 _groups: ProcessGroups | None = None
+_opened = False
+_abandoned = False
 
 
 def join(environment: Environment, device: torch.device, timeout: timedelta) -> ProcessGroups:
@@ -42,7 +81,8 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
         RuntimeError: MASTER_ADDR or MASTER_PORT is missing, or the peers can't be reached in
             `timeout` (gloo waits up to five times as long for the last connection).
     """
-    global _groups
+    global _groups, _opened, _abandoned
+    _abandoned = False
     if _groups is not None and dist.is_initialized():
         return _groups
     if dist.is_initialized():
@@ -67,21 +107,39 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        atexit.register(leave)
+        _opened = True
+    atexit.register(leave)
     training = dist.group.WORLD
     assert training is not None
     control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAssignmentType]
-    _groups = ProcessGroups(training, control)
+    store: dist.Store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    place = f"attempt_{environment.restart}/collectives_{next(_joined)}"
+    _groups = ProcessGroups(training, control, dist.PrefixStore(place, store))
     return _groups
 
 
 def leave() -> None:
-    """Close the groups that `join` opened; nothing happens when there are none."""
-    global _groups
-    _groups = None
+    """Close the groups that `join` opened, and no others; nothing happens when there are none.
+
+    Waits until gloo's threads are done. One that wakes up while Python finalizes, to free the tensors of a
+    collective, finds no interpreter, and the process of a run that succeeded ends with SIGABRT.
+    """
+    global _groups, _opened
+    groups, _groups = _groups, None
     atexit.unregister(leave)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if groups is None:
+        return
+    if dist.is_initialized() and groups.training is dist.group.WORLD:
+        dist.destroy_process_group(None if _opened else groups.control)
+    _opened = False
+    if not _abandoned:
+        groups.let_go()
+
+
+def abandon() -> None:
+    """Let `leave` not wait: this rank failed with a collective in flight, to which the others may never come."""
+    global _abandoned
+    _abandoned = True
 
 
 def _store(environment: Environment, timeout: timedelta) -> dist.Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,20 +41,13 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
+def environment_of_tests(**more: str) -> dict[str, str]:
+    tests = str(Path(__file__).parent)
+    return {**os.environ, "PYTHONPATH": tests, "OMP_NUM_THREADS": "1", "TMPDIR": os.getcwd(), **more}
+
+
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parent),
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": os.getcwd(),
-            **environment,
-        },
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment_of_tests(**environment))
 
 
 def test_devices_above_one_start_the_same_program_again(program: Path) -> None:
@@ -76,6 +70,123 @@ def test_a_rank_that_fails_ends_all_and_is_named(program: Path) -> None:
         "samestep: rank 1 failed first, with exit code 1: ValueError: rank 1 has a problem"
     )
     assert "ValueError: rank 1 has a problem" in done.stderr
+
+
+OUTSIDE_OF_FIT = """
+import sys, time
+import torch.distributed as dist
+from tasks import DataLoader, ScalarWeight, quiet_trainer, torch
+
+def early(rank):
+    if sys.argv[1] == "before" and rank == 1:
+        raise ValueError("rank 1 has bad data")
+
+if __name__ == "__main__":
+    import os
+    early(int(os.environ.get("RANK", -1)))
+    trainer = quiet_trainer(max_epochs=1, devices=2)
+    trainer.fit(ScalarWeight(), DataLoader(torch.ones(8), 1))
+    rank = trainer.global_rank
+    if sys.argv[1] == "after" and rank == 1:
+        raise ValueError("rank 1 has a problem\\nin two lines")
+    if sys.argv[1] == "exit" and rank == 1:
+        sys.exit(7)
+    if sys.argv[1] == "kill" and rank == 1:
+        os.kill(os.getpid(), 9)
+    if sys.argv[1] == "usage":
+        sys.exit(2)
+    trainer.strategy.barrier(name="the end")
+    time.sleep(30 if sys.argv[1] != "good" else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "last"),
+    [
+        ("good", 0, ""),
+        ("before", 1, "samestep: rank 1 failed first, with exit code 1: ValueError: rank 1 has bad data"),
+        ("after", 1, "samestep: rank 1 failed first, with exit code 1: ValueError: rank 1 has a problem"),
+        ("exit", 7, "samestep: rank 1 failed first, with exit code 7"),
+        ("kill", 137, "samestep: rank 1 failed first, with exit code -9: Signal 9 (SIGKILL) received by PID"),
+        ("usage", 2, "with exit code 2"),
+    ],
+)
+def test_the_end_of_a_rank_outside_of_fit(how: str, status: int, last: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OUTSIDE_OF_FIT)
+    done = run(sys.executable, str(program), how)
+    assert done.returncode == status, done.stderr
+    lines = done.stderr.splitlines() or [""]
+    assert last in lines[-1]
+    assert not any("torch.distributed.elastic" in line or "no error file" in line for line in lines), done.stderr
+
+
+def test_torchrun_shows_the_cause_and_not_its_consequence(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OUTSIDE_OF_FIT)
+    done = run(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program), "after"
+    )
+    assert done.returncode == 1
+    root = done.stderr.partition("Root Cause")[2]
+    assert "ValueError: rank 1 has a problem" in root
+    assert "rank      : 1" in root
+
+
+INTERRUPTED = """
+from tasks import DataLoader, ScalarWeight, quiet_trainer, torch
+
+class Endless(ScalarWeight):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 5 and self.global_rank == 0:
+            print("running", flush=True)
+
+if __name__ == "__main__":
+    quiet_trainer(max_epochs=-1, devices=2).fit(Endless(), DataLoader(torch.ones(100_000), 1))
+"""
+
+
+def test_ctrl_c_ends_all_ranks_in_a_few_lines(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env=environment_of_tests(),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes
+        _, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 130, errors
+    lines = errors.splitlines()
+    assert lines[-1] == "samestep: SIGINT received, all ranks are stopped"
+    assert len(lines) <= 5, errors
+
+
+UNGUARDED = """
+from tasks import DataLoader, ScalarWeight, quiet_trainer, torch
+
+data = DataLoader(torch.ones(8), 1, num_workers=1, multiprocessing_context="METHOD")
+quiet_trainer(max_epochs=1, devices=RANKS).fit(ScalarWeight(), data)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_that_imports_the_program_does_not_begin_the_run_anew(method: str, ranks: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(UNGUARDED.replace("METHOD", method).replace("RANKS", str(ranks)))
+    done = run(sys.executable, str(program))
+    assert done.returncode == 1
+    assert "fit in a child process" in done.stderr
+    assert 'call it under `if __name__ == "__main__":`' in done.stderr
+    if ranks > 1:
+        assert "fit in a child process" in done.stderr.splitlines()[-1]
 
 
 def test_the_parent_checks_before_it_starts_anything(program: Path) -> None:

@@ -1,5 +1,6 @@
 """The loop, the task, data, metrics and checkpoints."""
 
+from ..strategies.error_file import record_uncaught_errors
 from .checkpoint import CheckpointError
 from .config import TrainerConfig
 from .data_module import DataModule
@@ -17,3 +18,5 @@ __all__ = [
     "from_command_line",
     "seed_everything",
 ]
+
+record_uncaught_errors()  # under torch's agent; from here on, to see also what fails before a Trainer is built

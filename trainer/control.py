@@ -38,6 +38,11 @@ class ControlWord:
         self.agreed = 0
         """The flags all ranks saw at the end of the last step."""
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a word was started and not read yet. Never after an epoch's end, where ranks settle."""
+        return self._pending is not None
+
     def raise_flag(self, flag: int) -> None:
         """Ask all ranks for this; no communication happens here, so a signal handler may call it."""
         self._raised |= flag

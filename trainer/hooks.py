@@ -13,6 +13,7 @@ from typing import Any
 
 from ..callbacks.callback import Callback
 from ..callbacks.logger import Logger
+from .misnomers import STEPS, check_names, methods_of
 from .task import Task
 
 Hook = Callable[..., Any]
@@ -73,37 +74,25 @@ def overrides(instance: object, name: str, base: type) -> bool:
 
 
 def check_hooks(instance: object, base: type) -> None:
-    """Refuse methods that look like hooks and are none, and hooks that can't take their arguments.
+    """Refuse methods that look as if they were called and are not, and those that can't take their arguments.
 
     Raises:
         TypeError: names the class, the method, and the nearest hook or the right signature.
     """
     kind = type(instance)
-    for name in dir(kind):
-        method = getattr(kind, name)
-        if not name.startswith("on_") or not inspect.isfunction(method):
-            continue
+    check_names(kind, base)
+    for name, method in methods_of(kind, base):
         definition = getattr(base, name, None)
-        if definition is None:
+        if definition is not None:
+            if inspect.isfunction(definition):
+                _check_arguments(kind, name, method, definition)
+        elif name.startswith("on_"):
             near = get_close_matches(name, _hook_names(base), 1)
             hint = f"did you mean {near[0]!r}?" if near else f"the hooks are the `on_…` methods of {base.__name__}."
             raise TypeError(
                 f"{kind.__name__}.{name} is no hook, so it would never be called: {hint} "
                 "A method that is not meant as a hook needs a name without `on_`."
             )
-        if method is not definition:
-            _check_signature(kind, name, method, definition)
-    for name in _CALLED_BY_NAME:
-        method, definition = getattr(kind, name, None), vars(base).get(name)
-        if definition is not None and inspect.isfunction(method) and method is not definition:
-            _check_signature(kind, name, method, definition)
-
-
-# What is called with all of its arguments, beside the hooks, in the order of the base's definition.
-_CALLED_BY_NAME = (
-    "setup", "teardown", "state_dict", "load_state_dict", "transfer_batch_to_device", "lr_scheduler_step",
-    "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
-)  # fmt: skip
 
 
 def check_takes_all_arguments(instance: object, name: str, base: type) -> None:
@@ -112,9 +101,11 @@ def check_takes_all_arguments(instance: object, name: str, base: type) -> None:
     Raises:
         TypeError: names the class, the hook and the right signature.
     """
-    method = getattr(type(instance), name)
-    if method is not getattr(base, name) and inspect.isfunction(method):
-        _check_signature(type(instance), name, method, getattr(base, name), all_arguments=True)
+    method, definition = getattr(type(instance), name), getattr(base, name)
+    if method is definition or not inspect.isfunction(method):
+        return
+    if not _binds(inspect.signature(method), len(inspect.signature(definition).parameters)):
+        raise _wrong_signature(type(instance), name, method, definition)
 
 
 def check_logger(logger: Logger) -> None:
@@ -134,25 +125,49 @@ def check_logger(logger: Logger) -> None:
             raise _wrong_signature(kind, name, method, getattr(Logger, name)) from None
 
 
-def _check_signature(kind: type, name: str, method: Hook, definition: Hook, *, all_arguments: bool = False) -> None:
-    parameters = list(inspect.signature(definition).parameters.values())
-    full = [None] * len(parameters)
-    # `dataloader_idx` is given only where there are several loaders, and may be left out.
-    may_lack = parameters[-1].name == "dataloader_idx" and parameters[-1].default is not inspect.Parameter.empty
-    fewer = full[:-1] if may_lack and not all_arguments else full
-    signature = inspect.signature(method)
-    for arguments in (full, fewer):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
-        return
-    raise _wrong_signature(kind, name, method, definition)
-
-
 def _wrong_signature(kind: type, name: str, method: Hook, definition: Hook) -> TypeError:
     expected = ", ".join(inspect.signature(definition).parameters)
     return TypeError(
         f"{kind.__name__}.{name}{inspect.signature(method)} can't take the arguments it is called with: expected "
         f"({expected})."
     )
+
+
+# Methods of a task that the trainer calls, besides hooks; always with all their arguments.
+_CALLED = (
+    "setup", "teardown", "prepare_data", "configure_optimizers", "configure_model", "configure_callbacks",
+    "configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
+    "transfer_batch_to_device", "state_dict", "load_state_dict", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
+)  # fmt: skip
+
+
+def _check_arguments(kind: type, name: str, method: Hook, definition: Hook) -> None:
+    expected = [
+        parameter
+        for parameter in inspect.signature(definition).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    most = least = len(expected)
+    if name in STEPS:
+        # The index may be left out; the loader's is given only where there are several.
+        most, least = (3 if name == "training_step" else 4), 2
+    elif name.startswith("on_"):  # here, too
+        least = sum(parameter.default is parameter.empty for parameter in expected)
+    elif name not in _CALLED:
+        return
+    signature = inspect.signature(method)
+    if "optimizer_idx" in signature.parameters:
+        raise TypeError(
+            f"{kind.__name__}.{name}{signature} takes optimizer_idx, which is never given: with several optimizers set "
+            "self.automatic_optimization = False, and step them in training_step."
+        )
+    if not any(_binds(signature, count) for count in range(least, most + 1)):
+        raise _wrong_signature(kind, name, method, definition)
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True

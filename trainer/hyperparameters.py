@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, cast
 
@@ -41,6 +42,8 @@ class HyperparametersMixin:
     def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] | None = None, logger: bool = True) -> None:
         """Keep the arguments of `__init__`, from where it is called, for `hparams`, checkpoints and loggers.
 
+        Where a parent class calls it, too, the subclass has the last word: what it ignores is not kept.
+
         Args:
             args: names of the arguments to keep (default: all), or one dict or Namespace to keep instead.
             ignore: names to leave out.
@@ -48,15 +51,21 @@ class HyperparametersMixin:
 
         Raises:
             TypeError: a value is no number, string, list or dict of such, and could not be read back from a
-                checkpoint without running code. Leave it out with `ignore`.
+                checkpoint without running code. Leave it out with `ignore`. An argument of a subclass is refused
+                when a run starts: the subclass may still ignore it.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         object.__setattr__(self, "logs_hyperparameters", logger)
+        outer: set[str] = set()
+        depth = 0
         if len(args) == 1 and isinstance(args[0], (Mapping, Namespace)):
             given = vars(args[0]) if isinstance(args[0], Namespace) else cast("Mapping[str, Any]", args[0])
         else:
             frame = inspect.currentframe()
-            given = _init_arguments(self, frame.f_back if frame else None)
+            calls = _init_arguments(self, frame.f_back if frame else None)
+            depth = len(calls)
+            outer = {name for call in calls[1:] for name in call}
+            given = {name: value for call in calls for name, value in call.items()}  # a subclass's over its parents'
             names: list[str] = list(args) or list(given)
             unknown = [name for name in names if name not in given]
             if unknown:
@@ -65,26 +74,65 @@ class HyperparametersMixin:
                     f"{', '.join(map(repr, unknown))}; it has {', '.join(given) or 'none'}."
                 )
             given = {name: given[name] for name in names}
+        record = _record_of(self)
+        for name in ignored:
+            record.ignored[name] = min(depth, record.ignored.get(name, depth))
+            record.refused.pop(name, None)
+            self.hparams.pop(name, None)
         for name, value in given.items():
-            if name not in ignored:
+            if name in ignored or record.ignored.get(name, depth) < depth:
+                continue
+            try:
                 self.hparams[name] = _plain(value, f"{type(self).__name__}'s argument {name!r}")
+            except TypeError as error:
+                if name not in outer:
+                    raise
+                record.refused[name] = str(error)
 
 
-def _init_arguments(instance: object, frame: FrameType | None) -> dict[str, Any]:
-    """The arguments of the `__init__`s of this instance that are running, a subclass's over its parents'."""
-    arguments: dict[str, Any] = {}
+@dataclass
+class _Record:
+    """What the calls of `save_hyperparameters` on one object have said so far."""
+
+    ignored: dict[str, int] = field(default_factory=dict[str, int])
+    """Names to leave out, each with the depth of the `__init__` that said so: the subclass's is 1, its parent's 2."""
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    """Arguments of a subclass that could not be kept, with the reason."""
+
+
+def _record_of(holder: HyperparametersMixin) -> _Record:
+    record = vars(holder).get("_hyperparameter_record")
+    if record is None:
+        record = _Record()
+        object.__setattr__(holder, "_hyperparameter_record", record)
+    return record
+
+
+def check_hyperparameters(holder: HyperparametersMixin) -> None:
+    """Refuse arguments that a parent class was to keep, and could not, and that no subclass left out.
+
+    Raises:
+        TypeError: names the argument and the remedy.
+    """
+    for reason in _record_of(holder).refused.values():
+        raise TypeError(reason)
+
+
+def _init_arguments(instance: object, frame: FrameType | None) -> list[dict[str, Any]]:
+    """The arguments of each `__init__` of this instance that is running, from where `frame` is out to the subclass's."""
+    calls: list[dict[str, Any]] = []
     while frame is not None and frame.f_code.co_name == "__init__":
-        names, var_args, var_keywords, values = inspect.getargvalues(frame)
+        names, _, var_keywords, values = inspect.getargvalues(frame)
         if not names or values.get(names[0]) is not instance:
             break
-        arguments |= {name: values[name] for name in names[1:]}
+        arguments = {name: values[name] for name in names[1:]}
         count = frame.f_code.co_argcount
         arguments |= {name: values[name] for name in frame.f_code.co_varnames[count:][: frame.f_code.co_kwonlyargcount]}
         if var_keywords:
             arguments |= values[var_keywords]
-        del var_args
+        calls.append(arguments)
         frame = frame.f_back
-    return arguments
+    return calls
 
 
 def _plain(value: Any, where: str) -> Any:

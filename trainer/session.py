@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import sys
+import traceback
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ..strategies.launch import relaunch
+from ..strategies import process_groups
+from ..strategies.error_file import record_error
+from ..strategies.launch import refuse_import_of_main, relaunch
 from .callback_list import with_callbacks_of
 from .checkpoint.weights import own_buffers
 from .data_module import DataModule
 from .hooks import HookTable, check_hooks, overrides
+from .hyperparameters import check_hyperparameters
 from .run_folder import make_run_folder, name_of_run
 from .settings import torch_settings
 from .task import Task
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 @contextmanager
 def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | None) -> Generator[HookTable]:
     """The frame of one fit, validate, test or predict: task and data are set up and on their device inside."""
+    refuse_import_of_main(stage)
     if trainer.processes_to_launch:
         relaunch(trainer.processes_to_launch)  # never returns: the ranks run this program from its start
     for busy in (trainer, task.attached_trainer):
@@ -35,8 +45,10 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
                 "it is over; to evaluate more often, use val_check_interval or several validation loaders."
             )
     check_hooks(task, Task)
+    check_hyperparameters(task)
     if datamodule is not None:
         check_hooks(datamodule, DataModule)
+        check_hyperparameters(datamodule)
     trainer.task, trainer.datamodule = task, datamodule
     task.trainer = trainer
     trainer.callbacks = with_callbacks_of(task, trainer.callbacks)
@@ -44,11 +56,13 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
         trainer.running = stage
         cleanup.callback(setattr, trainer, "running", "")
         cleanup.enter_context(torch_settings(trainer.config))
+        failure: BaseException | None = None
+        prepared = False
         try:
             trainer.strategy.setup()
             _agree(trainer)
             _prepare_data(trainer)
-            cleanup.callback(_teardown, trainer, stage)
+            prepared = True
             if datamodule is not None:
                 datamodule.trainer = trainer
                 datamodule.setup(stage)
@@ -56,13 +70,34 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
                 callback.setup(trainer, task, stage)
             task.setup(stage)
             task.configure_model()
+            if stage == "fit":
+                check_initialized(task)
             trainer.strategy.precision.convert_module(task)
             task.to(trainer.strategy.device)
             own_buffers(task)
             yield HookTable(trainer.callbacks, task)
         except BaseException as error:
+            failure = error
             _report(trainer, error)
             raise
+        finally:
+            if prepared:
+                _teardown(trainer, stage, failure)
+
+
+def check_initialized(task: Task) -> None:
+    """Refuse parameters that wait for a first batch to get their shape.
+
+    Raises:
+        ValueError: names the first module that has some.
+    """
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", task.named_modules()):
+        if any(is_lazy(tensor) for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False))):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has no shapes yet: it takes them from its first batch, but the optimizer "
+                "and the other ranks need them before. Run a made-up batch through once, in configure_model: "
+                "`with torch.no_grad(): self(torch.zeros(…))`."
+            )
 
 
 def _agree(trainer: Trainer) -> None:
@@ -101,26 +136,49 @@ def _prepare_data(trainer: Trainer) -> None:
             raise RuntimeError(f"prepare_data failed on rank {rank}: {failure}")
 
 
-def _teardown(trainer: Trainer, stage: str) -> None:
+def _teardown(trainer: Trainer, stage: str, failure: BaseException | None) -> None:
+    """Let go of everything, also of what comes behind one that fails. The first failure of the run is raised."""
     trainer.training = trainer.validating = trainer.testing = trainer.predicting = trainer.sanity_checking = False
     trainer.fitting, trainer.active_log = False, None
-    for callback in trainer.callbacks:
-        callback.teardown(trainer, trainer.task, stage)
-    trainer.task.teardown(stage)
+    parts: list[Callable[[], Any]] = [
+        partial(each.teardown, trainer, trainer.task, stage) for each in trainer.callbacks
+    ]
+    parts.append(partial(trainer.task.teardown, stage))
     if trainer.datamodule is not None:
-        trainer.datamodule.teardown(stage)
-    trainer.strategy.teardown()
+        parts.append(partial(trainer.datamodule.teardown, stage))
+    parts.append(trainer.strategy.teardown)
+    first = failure
+    for teardown in parts:
+        try:
+            teardown()
+        except Exception as error:
+            if first is None:
+                first = error
+                _report(trainer, error)
+            else:
+                _show_beside(first, error, "teardown")
+    if failure is None and first is not None:
+        raise first
 
 
 def _report(trainer: Trainer, error: BaseException) -> None:
-    """Tell the callbacks, and torchrun's error file, from which it shows the first failure of all ranks."""
-    for callback in trainer.callbacks:
-        callback.on_exception(trainer, trainer.task, error)
+    """Tell the error file, from which torch's agent shows the first failure of all ranks; then who wants to know."""
+    record_error(error)
+    if trainer.control.in_flight:
+        process_groups.abandon()
+    told: list[Callable[[], Any]] = [
+        partial(callback.on_exception, trainer, trainer.task, error) for callback in trainer.callbacks
+    ]
     if trainer.datamodule is not None:
-        trainer.datamodule.on_exception(error)
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        told.append(partial(trainer.datamodule.on_exception, error))
+    for on_exception in told:
+        try:
+            on_exception()
+        except Exception as another:
+            _show_beside(error, another, "on_exception")
 
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
+
+def _show_beside(first: BaseException, another: Exception, where: str) -> None:
+    """Print a later error at once: the first is the cause, and is the one that is raised."""
+    print(f"samestep: {where} failed, too, after {type(first).__name__}: {first}", file=sys.stderr)
+    traceback.print_exception(type(another), another, another.__traceback__, chain=False)

@@ -32,13 +32,15 @@ from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
 from .fit import FitRun
 from .hooks import overrides
 from .metric_log import Logged, MetricLog
+from .misnomers import check_names
 from .optimization import SchedulerConfig
 from .placement import choose_strategy, place
 from .plan import LearningRates, RunPlan, learning_rates
 from .progress import Progress
 from .randomness import seed_everything
 from .results import print_results
-from .session import session
+from .session import check_initialized, session
+from .strategy_check import check_strategy
 from .task import Task
 
 
@@ -111,6 +113,7 @@ class Trainer:
         self.processes_to_launch = placement.processes if placement.to_launch else 0
         ranks = environment.world_size if environment.launched else placement.processes
         self.strategy = choose_strategy(strategy if strategy is not None else self.config.strategy, self.config, ranks)
+        check_strategy(self.strategy)
         if self.processes_to_launch:  # checked here, and started by the first run
             expected = dataclasses.replace(environment, world_size=ranks, local_world_size=ranks)
             self.strategy.place(expected, placement.device, Precision.parse(self.config.precision))
@@ -268,10 +271,15 @@ class Trainer:
         return kept[0] if len(kept) == 1 else kept
 
     def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
-        """Write a checkpoint into the folder `filepath`. All ranks must call it.
+        """Write a checkpoint into the folder `filepath`.
+
+        All ranks must call it, at the same place, as each writes its share: never under `if trainer.is_global_zero:`.
+        There, ranks that go on to another collective of the trainer are told so at once; one that goes on to the next
+        backward waits for this one until the strategy's timeout (10 minutes), which then names the collective.
 
         Raises:
             CheckpointError: no run has begun, or it could not be written.
+            RuntimeError: another rank is at another place.
         """
         save(self, Path(filepath), weights_only=weights_only)
 
@@ -563,6 +571,7 @@ class Trainer:
         with session(self, stage_name, task, datamodule or self.datamodule) as hooks:
             if ckpt_path is not None:
                 restore(self, read(self, ckpt_path), training=False)
+            check_initialized(task)
             # Without DDP's constructor nobody has made the ranks' weights equal.
             self.strategy.broadcast_module(task)
             source = DataSource(self)
@@ -593,6 +602,7 @@ def _check_task(task: Task, purpose: str, needed: Sequence[str]) -> None:
         raise TypeError(f"{type(task).__name__}.__init__ has not called super().__init__(): expected it first.")
     for name in needed:
         if not overrides(task, name, Task):
+            check_names(type(task), Task)  # it may be there under another name
             raise TypeError(
                 f"{type(task).__name__} has no {name}, which {purpose} needs: expected a method of that name."
             )

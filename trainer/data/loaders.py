@@ -276,7 +276,7 @@ def _agree(
         raise ValueError(
             f"the {name} loader reads an IterableDataset: on {ranks} ranks every rank would read all of it, and "
             "dealing it out is not supported yet. Let the dataset yield another share on each rank (RANK and "
-            "WORLD_SIZE are in the environment) and say so with Trainer(use_distributed_sampler=False)."
+            "WORLD_SIZE are in the environment), and say so with Trainer(use_distributed_sampler=False)."
         )
     generators = generators_of(sampler)
     own = generators[0].initial_seed() if generators else None

@@ -45,4 +45,4 @@ def _announce(own: Iterator[Window], strategy: Strategy) -> tuple[Window, Pendin
     window = next(own, Window(0, 1, ()))
     counts = torch.zeros(strategy.world_size, dtype=torch.int64)
     counts[strategy.rank] = window.size
-    return window, strategy.start_all_reduce_max(counts, name="micro-batches of the next step")
+    return window, strategy.start_all_reduce_max(counts, name="micro-batches of the next step", each_step=True)
