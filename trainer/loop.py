@@ -176,7 +176,9 @@ class TrainingLoop:
             self.take_step(window)
         else:
             self.empty_step()
-        self.progress.batch_idx = before + max(counts)
+        behind = before + max(counts) - self.progress.batch_idx
+        self.progress.batch_idx += behind
+        self.progress.batches_since_validation += behind
         self.trainer.is_last_batch = self.progress.batch_idx == self.length
 
     def begin_batch(self, batch: Any) -> int:
