@@ -35,6 +35,9 @@ class OptimizerInBackward(CommHook):
         if isinstance(optimizer, LBFGS):
             raise ValueError("optimizer_in_backward with LBFGS: its update needs all gradients. Leave one of them out.")
         self.optimizer, self._reduce = optimizer, reduce
+        # Parameters of each bucket, while the first step is under way. It is taken behind the backward: DDP makes its
+        # buckets anew after it, which takes most memory if the optimizer's state is there already.
+        self._first: list[list[Tensor]] | None = []
         self._group_of = {
             id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -43,6 +46,9 @@ class OptimizerInBackward(CommHook):
         """Start the reduction of a bucket, and the update behind it."""
         # Taken now: the bucket is not there any more when the reduction ends.
         parameters, buffer = bucket.parameters(), bucket.buffer()
+        if self._first is not None:
+            self._first.append(parameters)
+            return self._reduce(bucket)
 
         def update(reduced: torch.futures.Future[Tensor]) -> Tensor:
             mean = reduced.value()
@@ -56,8 +62,11 @@ class OptimizerInBackward(CommHook):
     def step(self) -> None:
         """What is left of an optimizer step when the backward is over: its hooks, and what schedulers watch.
 
-        It steps no parameters: all are updated.
+        It steps no parameters: all are updated, but in the first step, which is taken here, bucket by bucket.
         """
+        for parameters in self._first or ():
+            self._update(parameters)
+        self._first = None
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = [{**group, "params": []} for group in groups]
         try:
