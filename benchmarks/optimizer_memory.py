@@ -85,7 +85,9 @@ def train(variant: str) -> None:
         quiet: dict[str, Any] = dict.fromkeys(
             ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
         )
-        trainer = Trainer(max_epochs=1, accelerator="cpu", strategy=DDPStrategy(bucket_cap_mb=4, **VARIANTS[variant]), **quiet)
+        trainer = Trainer(
+            max_epochs=1, accelerator="cpu", strategy=DDPStrategy(bucket_cap_mb=4, **VARIANTS[variant]), **quiet
+        )
         trainer.fit(task, Batches())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     size = sum(parameter.numel() * 4 for parameter in task.parameters())

@@ -44,7 +44,8 @@ class Settings:
     """`bare`: nothing beside the training. `logging`: a progress bar, TensorBoard, the loss logged in each step and
     written in every 50th. `typical`: the same, and a checkpoint in every epoch."""
     model: str
-    """`tiny`: two layers; `wide`: four of 1024; `deep`: 42 of 64; `large` (for memory.py): 14 of 2048."""
+    """`tiny`: two layers; `wide`: four of 1024; `deep`: 42 of 64; `sent`: twelve of 512, for slow networks;
+    `large` (for memory.py): 14 of 2048."""
     steps: int
     """Steps of an epoch."""
     epochs: int
@@ -145,7 +146,7 @@ Run = Callable[[Settings, Path, Iterable[Batch]], None]
 def build_model(kind: str) -> nn.Module:
     """The model, with the same weights every time."""
     torch.manual_seed(0)
-    width, depth = {"tiny": (64, 0), "wide": (1024, 2), "deep": (64, 40), "large": (2048, 12)}[kind]
+    width, depth = {"tiny": (64, 0), "wide": (1024, 2), "deep": (64, 40), "sent": (512, 10), "large": (2048, 12)}[kind]
     hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, CLASSES))
 
@@ -441,7 +442,7 @@ def main() -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What this and compare.py take."""
     parser.add_argument("--mode", choices=["bare", "logging", "typical"], default="bare")
-    parser.add_argument("--model", choices=["tiny", "wide", "deep"], default="tiny")
+    parser.add_argument("--model", choices=["tiny", "wide", "deep", "sent"], default="tiny")
     parser.add_argument("--steps", type=int, default=500, help="steps of an epoch")
     parser.add_argument("--epochs", type=int, default=10, help="timed epochs")
     parser.add_argument("--block", type=int, default=5, help="steps of a turn")

@@ -387,17 +387,22 @@ class DDPStrategy(ProcessGroupStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward, with the reduction of the gradients over the ranks inside it."""
         model = self.model
-        if self._manual and model is not None:
+        if model is not None and (self._manual or self._used is not None):
+            self._before_backward(model, loss)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        self._in_our_backward = True
+        loss.backward(*args, **kwargs)  # not by way of super(): in every step a call is a call
+        self._in_our_backward = False
+
+    def _before_backward(self, model: DistributedDataParallel, loss: Tensor) -> None:
+        """Arm the reducer, which DDP's forward has not; or look at what the first loss depends on."""
+        if self._manual:
             tensors: list[Tensor] = list(_find_tensors(loss))  # pyright: ignore[reportUnknownArgumentType]
             model.reducer.prepare_for_backward(tensors)
-        elif self._used is not None and model is not None and model.require_backward_grad_sync:
+        elif self._used is not None and model.require_backward_grad_sync:
             used, self._used = self._used, None
             used.check(loss, self.gather_objects)
-        self._in_our_backward = True
-        try:
-            super().backward(loss, *args, **kwargs)
-        finally:
-            self._in_our_backward = False
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step, after a check that every gradient was reduced: DDP itself says so in the next forward, too late."""

@@ -33,14 +33,13 @@ def choose_fused(
         ValueError: it can't be, and is wanted; says why.
     """
     for optimizer in optimizers:
-        bad_skips = _bad_skips(optimizer) if scaled else ""
-        if bad_skips and is_fused(optimizer):
+        if scaled and is_fused(optimizer) and _has_momentum(optimizer):
             raise ValueError(
-                f"precision='16-mixed' with a fused {type(optimizer).__name__}: {bad_skips}. Build it with fused=False."
+                f"precision='16-mixed' with a fused {type(optimizer).__name__}: {_MOMENTUM}. Build it with fused=False."
             )
         if wanted is False:
             continue
-        reason = bad_skips or _why_not(optimizer, module)
+        reason = _why_not(optimizer, module)
         if reason and wanted is True:
             raise ValueError(
                 f"fused_optimizer=True, but {type(optimizer).__name__} can't be fused: {reason}. Use "
@@ -66,16 +65,23 @@ def settle(optimizer: Optimizer) -> None:
         optimizer._need_device_dtype_check_for_fused = fused  # pyright: ignore
 
 
-def _bad_skips(optimizer: Optimizer) -> str:
-    # Seen in torch 2.13: the buffer is made without a value, and a skipped first step does not fill it.
-    if type(optimizer) is SGD and any(group["momentum"] for group in optimizer.param_groups):
-        return "torch's fused SGD goes on from a momentum of arbitrary memory when its first step is skipped"
-    return ""
+# Seen in torch 2.13. A buffer is made without a value, which a skipped first step does not fill; and where a parameter gets
+# its first gradient later than the others (unfrozen, or unused before), the kernel is given None.
+_MOMENTUM = (
+    "torch's fused SGD takes arbitrary memory for a momentum when its first step is skipped, and fails where a parameter's "
+    "first gradient comes later than the others'"
+)
+
+
+def _has_momentum(optimizer: Optimizer) -> bool:
+    return type(optimizer) is SGD and any(group["momentum"] for group in optimizer.param_groups)
 
 
 def _why_not(optimizer: Optimizer, module: nn.Module) -> str:
     if type(optimizer) not in _KINDS:
         return f"expected one of {', '.join(kind.__name__ for kind in _KINDS)}"
+    if _has_momentum(optimizer) and not is_fused(optimizer):
+        return _MOMENTUM
     if any(isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse for layer in module.modules()):
         return "an embedding has sparse gradients"
     for group in optimizer.param_groups:

@@ -21,7 +21,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "devices": [0, -1, "two", [], [0], 1.5],
     "num_nodes": [0, 2, "1"],
     "strategy": ["dpp", "fsdp", 3],
-    "precision": [8, "fp32", "bf16-mixed", "16-mixed", 16],
+    "precision": [8, "fp32", "bf16-half", "half", 16.0],
     "max_epochs": [-2, 1.5, "3", True],
     "min_epochs": [-1, 0.5],
     "max_steps": [-2, 2.0],
@@ -263,6 +263,7 @@ def fit(what: str) -> None:
         data = DataLoader(Stream(), batch_size=2)
     elif what == "no length":
         data = type("Endless", (), {"__iter__": lambda self: iter(ones())})()
+        options |= {"strategy": DDPStrategy(uneven_inputs="error")}
     elif what == "no logger":
         options |= {"callbacks": [LearningRateMonitor()]}
     quiet_trainer(**options).fit(task, data, val)

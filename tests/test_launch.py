@@ -242,8 +242,6 @@ def test_an_environment_that_makes_no_sense_is_named(change: dict[str, str | Non
         (FULL, {"num_nodes": 3}, "num_nodes=3, but torchrun started 2"),
         ({}, {"num_nodes": 2}, "num_nodes=2 without torchrun"),
         (FULL, {"strategy": "single_device"}, r"strategy='single_device' \(SingleDeviceStrategy\) on 4 processes"),
-        (FULL, {"sync_batchnorm": True}, "sync_batchnorm=True on cpu is not supported yet"),
-        ({}, {"sync_batchnorm": True, "devices": 2}, "sync_batchnorm=True on cpu is not supported yet"),
     ],
 )
 def test_options_against_the_environment(
@@ -313,4 +311,4 @@ def test_a_strategy_object_keeps_its_arguments() -> None:
     assert quiet_trainer(strategy=strategy).strategy is strategy
     found = quiet_trainer(strategy="ddp_find_unused_parameters_true").strategy
     assert isinstance(found, DDPStrategy)
-    assert found.find_unused_parameters
+    assert found.arguments.find_unused_parameters

@@ -125,7 +125,7 @@ def test_a_wrong_override_is_named(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("trainer.precision=16", "precision=16 is not supported yet: expected one of 32-true, 64-true"),
+        ("trainer.precision=8", "precision=8: expected one of 32-true, 64-true"),
         ("trainer.precision=half", "precision='half': expected one of"),
         ("trainer.strategy=foo", "strategy='foo': expected one of auto, ddp"),
         ("trainer.devices=abc", "devices='abc' on the CPU: expected a number"),

@@ -97,5 +97,6 @@ def test_public_names() -> None:
         "ProgressBar", "StepPanel", "TensorBoardLogger",
     }  # fmt: skip
     assert set(samestep.strategies.__all__) == {
-        "DDPStrategy", "Environment", "Pending", "Precision", "SingleDeviceStrategy", "Strategy",
+        "DDPStrategy", "Environment", "Pending", "Precision", "ProcessGroupStrategy", "SingleDeviceStrategy", "Strategy",
+        "checkpoint_activations", "launch_function",
     }  # fmt: skip

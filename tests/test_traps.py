@@ -2,13 +2,18 @@
 
 Those that are not here are tested with what they belong to: 1, 30–32 and 35 in test_faults.py, test_bad_input.py and
 test_evaluation.py; 9–15 in test_uneven_inputs.py; 16 and 20 in test_comm_hooks.py; 17 and 18 in test_optimizers_of_ddp.py;
-19 and 22 in test_precision.py; 33 and 34 in test_compile.py.
+19 and 22 in test_precision.py; 33 and 34 in test_compile.py; 37 and 38 in test_checkpoint_folders.py and test_faults.py. 27
+and 28 are of torch's distributed checkpoints, which are not used. 24, 26, 36 and 40 are about signals, resuming on three
+ranks, stateful loaders and exit codes, which are not there yet.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +254,43 @@ def rate_after_a_plateau() -> float:
 
 def test_21_a_plateau_is_seen_by_all_ranks_alike() -> None:
     assert run_ranks(rate_after_a_plateau, 2) == pytest.approx([0.1 * 0.5**3] * 2)
+
+
+# 23: on gloo, a restarted group reads the addresses of dead processes
+
+RESTARTED = """
+import os, signal
+import torch
+from samestep.trainer import Task, Trainer
+from torch.utils.data import DataLoader
+
+class Scalar(Task):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(()))
+    def training_step(self, batch, batch_idx):
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and self.global_rank == 1 and batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (self.w * batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.w], lr=1.0)
+
+trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                  enable_model_summary=False, accelerator="cpu")
+task = Scalar()
+trainer.fit(task, DataLoader(torch.ones(8), 1))
+trainer.print("restart", os.environ["TORCHELASTIC_RESTART_COUNT"], "weight", task.w.item())
+"""
+
+
+def test_23_a_restarted_group_meets_again(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    result = subprocess.run(
+        [*command, "program.py"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert "restart 1 weight -3.0" in result.stdout, result.stderr
 
 
 # 25: two threads on one group give wrong sums

@@ -50,5 +50,5 @@ def _check_arguments(kind: type, method: Callable[..., Any], definition: Callabl
         signature.bind(*places, **names)
     except TypeError:
         raise TypeError(
-            f"{kind.__name__}.{method.__name__}{signature} can't take its arguments: expected {expected}."
+            f"{kind.__name__}.{method.__name__}{signature} can't take the arguments it is called with: expected {expected}."
         ) from None

@@ -104,8 +104,13 @@ class Dealing:
     """`use_distributed_sampler`"""
     shuffle: bool = True
     """False: read in order even what is to be shuffled (`overfit_batches`)."""
-    even: bool = True
-    """Every rank gets equally many samples: the few that are left over are dropped."""
+    joins: bool = False
+    """Ranks may train on another number of samples; False: the few that are left over are dropped."""
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank gets equally many."""
+        return self.training and not self.joins
 
 
 LIMITS = {
@@ -161,7 +166,7 @@ def _most_batches(prepared: PreparedLoader, lengths: list[int | None], dealing: 
         known = [length for length in lengths if length is not None]
         if len(known) < len(lengths):
             return None
-        return 0 if dealing.training and dealing.even and 0 in known else max(known)
+        return 0 if dealing.even and 0 in known else max(known)
     if not has_length(prepared.loader):
         return None
     first = copy.copy(prepared.shard)

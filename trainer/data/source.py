@@ -113,8 +113,8 @@ class DataSource:
     def _dealing(self, *, training: bool) -> Dealing:
         trainer, config = self._trainer, self._trainer.config
         shuffle = not config.overfit_batches
-        even = training and trainer.strategy.uneven_inputs != "join"
-        return Dealing(trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle, even)
+        joins = trainer.strategy.uneven_inputs == "join"
+        return Dealing(trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle, joins)
 
     def _of_holders(self, method: str) -> Any:
         for holder in self._holders:
