@@ -22,6 +22,7 @@ class CountedCompile:
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         self.graphs = 0
         """Graphs handed to the backend so far: with DDP one for each bucket, so that communication overlaps."""
+        self._told = 0
         given = dict(options)
         backend = given.pop("backend", "inductor")
         mode, specific = given.pop("mode", None), given.pop("options", None)
@@ -32,6 +33,22 @@ class CountedCompile:
             return inner(graph, inputs)
 
         module.compile(backend=counted, **given)
+
+    def news(self, buckets: int) -> str:
+        """What was compiled since the last call, and whether reductions overlap the backward; empty: nothing."""
+        before, self._told = self._told, self.graphs
+        if before == self.graphs:
+            return ""
+        if before:
+            return (
+                f"compile: {self.graphs - before} more, for inputs that the {before} before did not fit "
+                "(TORCH_LOGS=recompiles says why)"
+            )
+        overlaps = self.graphs > 1 or buckets == 1
+        return (
+            f"compile: {self.graphs} graph{'s' * (self.graphs > 1)} for {buckets} bucket{'s' * (buckets > 1)}, "
+            f"{'reductions overlap' if overlaps else 'no reduction overlaps'} the backward"
+        )
 
 
 def _backend(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,11 +23,12 @@ from .compiled import CompileOrder, CountedCompile
 from .ddp_arguments import COMPILE_ORDERS, UNEVEN_INPUTS, DDPArguments, one_of, refuse_pairs
 from .environment import Environment
 from .fused import is_fused
+from .manual_backward import OurBackwards
 from .optimizer_in_backward import OptimizerInBackward
 from .precision import Precision
 from .process_group_strategy import ProcessGroupStrategy
 from .same_model import check_same_model, check_same_parameters
-from .used_parameters import UsedParameters
+from .used_parameters import UsedParameters, check_reduced
 
 _NOTHING = nullcontext()
 
@@ -131,11 +131,11 @@ class DDPStrategy(ProcessGroupStrategy):
         self._optimizers: list[Optimizer] = []
         self._in_backward: OptimizerInBackward | None = None
         self._compiled: CountedCompile | None = None
-        self._graphs_told = 0
         self._hook_is_set_up = False
         self._used: UsedParameters | None = None
         self._batchnorm_group: dist.ProcessGroup | None = None
-        self._learns_graph = self._settled = self._in_our_backward = False
+        self._our_backwards = OurBackwards()
+        self._learns_graph = self._settled = False
 
     def _pairs(self) -> Iterable[tuple[bool, str, str, str]]:
         arguments, local = self.arguments, self.comm_hook is not None and self.comm_hook.ranks_differ
@@ -191,6 +191,13 @@ class DDPStrategy(ProcessGroupStrategy):
              "the norm is known when all gradients are, and the first parameters are updated before that"),
         ))  # fmt: skip
 
+    def setup(self) -> None:
+        """Join the process groups of the job."""
+        before = self._groups
+        super().setup()
+        if self._groups is not before:  # those of an earlier job are gone, and what was made beside them
+            self._batchnorm_group = None
+
     def teardown(self) -> None:
         """Drop the DDP wrapper, with the hooks it set on the parameters, and what was converted for it."""
         if self._step is not None:
@@ -207,7 +214,6 @@ class DDPStrategy(ProcessGroupStrategy):
             # What was compiled belongs to this wrapper; torch would keep it, and compile no more after eight of them.
             torch.compiler.reset()
         self._step = self.model = self._in_backward = self._compiled = None
-        self._graphs_told = 0
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Keep them for the panel, and for updates inside the backward."""
@@ -356,33 +362,12 @@ class DDPStrategy(ProcessGroupStrategy):
         try:
             if self._settled:
                 return self.model(*args)
-            with self._refuse_plain_backward(self.model):
+            with self._our_backwards.required(self.model) if self.world_size > 1 else _NOTHING:
                 output = self.model(*args)
             self._settle()
             return output
         finally:
             self.model.require_backward_grad_sync = True
-
-    @contextmanager
-    def _refuse_plain_backward(self, model: DistributedDataParallel) -> Generator[None]:
-        """Raise where a backward is not ours: its gradients would stay on their rank. In the first step only."""
-
-        def check(_: Tensor) -> None:
-            if not self._in_our_backward:
-                raise RuntimeError(
-                    "loss.backward() in manual optimization leaves each rank its own gradients: expected "
-                    "self.manual_backward(loss), which averages them over the ranks."
-                )
-
-        parameters = [p for p in cast("nn.Module", model.module).parameters() if p.requires_grad]
-        handles: list[Any] = []
-        if self.world_size > 1:
-            handles += [parameter.register_post_accumulate_grad_hook(check) for parameter in parameters]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward, with the reduction of the gradients over the ranks inside it."""
@@ -391,9 +376,9 @@ class DDPStrategy(ProcessGroupStrategy):
             self._before_backward(model, loss)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._in_our_backward = True
+        self._our_backwards.running = True
         loss.backward(*args, **kwargs)  # not by way of super(): in every step a call is a call
-        self._in_our_backward = False
+        self._our_backwards.running = False
 
     def _before_backward(self, model: DistributedDataParallel, loss: Tensor) -> None:
         """Arm the reducer, which DDP's forward has not; or look at what the first loss depends on."""
@@ -409,7 +394,7 @@ class DDPStrategy(ProcessGroupStrategy):
         model = self.model
         if model is None or self._manual:
             return super().optimizer_step(optimizer)
-        self._check_reduced(model)
+        check_reduced(model, self.rank)
         if self._in_backward is not None:
             self._in_backward.step()
             stepped = True
@@ -419,30 +404,11 @@ class DDPStrategy(ProcessGroupStrategy):
             stepped = super().optimizer_step(optimizer)
         if self.comm_hook is not None and stepped:
             self.comm_hook.after_step(cast("nn.Module", model.module).parameters())
-        if self._compiled is not None and self.graphs != self._graphs_told:
-            self._tell_graphs(model)
+        if self._compiled is not None and (news := self._compiled.news(len(self._bucket_sizes(model)))):
+            self.say(news)
         if not self._settled:
             self._settle()
         return stepped
-
-    def _tell_graphs(self, model: DistributedDataParallel) -> None:
-        """Say what was compiled, and whether gradients are reduced while the backward goes on."""
-        before, self._graphs_told = self._graphs_told, self.graphs
-        if before:
-            self.say(
-                f"compile: {self.graphs - before} more, for inputs that the {before} before did not fit "
-                "(TORCH_LOGS=recompiles says why)"
-            )
-            return
-        buckets = len(self._bucket_sizes(model))
-        overlap = (
-            "reductions overlap the backward"
-            if self.graphs > 1 or buckets == 1
-            else "no reduction overlaps the backward"
-        )
-        self.say(
-            f"compile: {self.graphs} graph{'s' * (self.graphs > 1)} for {buckets} bucket{'s' * (buckets > 1)}, {overlap}"
-        )
 
     def _settle(self) -> None:
         """The first step is done: all ranks are where they should be, and torch knows a static graph."""
@@ -463,26 +429,6 @@ class DDPStrategy(ProcessGroupStrategy):
         buffer = bucket.buffer().div_(self.world_size)
         work = cast("Any", dist.all_reduce(buffer, group=self.groups.training, async_op=True))
         return work.get_future().then(lambda future: future.value()[0])  # pyright: ignore
-
-    def _check_reduced(self, model: DistributedDataParallel) -> None:
-        try:
-            # The first thing it does is to see whether the last reduction was finished. The rebuilding itself, once in
-            # a run, would be done at the start of the next forward.
-            if model.reducer._rebuild_buckets():
-                model._has_rebuilt_buckets = True  # pyright: ignore[reportPrivateUsage]
-        except RuntimeError as error:
-            if "finished reduction" not in str(error):
-                raise
-            # torch's message has indices. (Whether `.grad` is None says nothing: with views into the bucket it is not.)
-            named = cast("Iterable[tuple[str, nn.Parameter]]", model.module.named_parameters())
-            trainable = [name.removeprefix("task.") for name, parameter in named if parameter.requires_grad]
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = ", ".join(trainable[int(index)] for index in found[1].split()) if found else "(torch does not say)"
-            raise RuntimeError(
-                f"rank {self.rank}: the loss did not depend on these parameters in this step: {names}. The other ranks would "
-                "wait for their gradients. If that is meant, use DDPStrategy(find_unused_parameters=True); if they are "
-                "never used, remove or freeze them (requires_grad_(False))."
-            ) from error
 
     # --- state -----------------------------------------------------------------------------
 

@@ -6,10 +6,12 @@ forward, by number; where the others have one, they wait until the timeout. Here
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .activation_checkpointing import find_reentrant_checkpoint
 from .autograd_graph import reached_parameters
@@ -62,8 +64,34 @@ class UsedParameters:
         found = ", ".join(nowhere if not self._static_graph else [])
         found += "".join(f", {name} (on rank {' and '.join(ranks)})" for name, ranks in somewhere.items())
         if found:
-            raise RuntimeError(
-                f"the loss did not depend on these parameters in this step: {found.removeprefix(', ')}. The other ranks "
-                "would wait for their gradients. If that is meant, use DDPStrategy(find_unused_parameters=True); if they are "
-                "never used, remove or freeze them (requires_grad_(False))."
-            )
+            raise _unused(found.removeprefix(", "))
+
+
+def check_reduced(model: DistributedDataParallel, rank: int) -> None:
+    """See, between backward and optimizer step, that every gradient of a wrapped model was reduced.
+
+    Raises:
+        RuntimeError: on the rank that lacks one, naming its parameter; the others wait for it.
+    """
+    try:
+        # The first thing it does is to see whether the last reduction was finished. The rebuilding itself, once in
+        # a run, would be done at the start of the next forward.
+        if model.reducer._rebuild_buckets():
+            model._has_rebuilt_buckets = True  # pyright: ignore[reportPrivateUsage]
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        # torch's message has indices. (Whether `.grad` is None says nothing: with views into the bucket it is not.)
+        named = cast("Iterable[tuple[str, nn.Parameter]]", model.module.named_parameters())
+        trainable = [name.removeprefix("task.") for name, parameter in named if parameter.requires_grad]
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = ", ".join(trainable[int(index)] for index in found[1].split()) if found else "(torch does not say)"
+        raise _unused(names, f"rank {rank}: ") from error
+
+
+def _unused(names: str, where: str = "") -> RuntimeError:
+    return RuntimeError(
+        f"{where}the loss did not depend on these parameters in this step: {names}. The other ranks would wait for their "
+        "gradients. If that is meant, use DDPStrategy(find_unused_parameters=True); if they are never used, remove or "
+        "freeze them (requires_grad_(False))."
+    )
