@@ -120,7 +120,8 @@ def main() -> None:
     _, same = train(ddp, options)
     pairs = zip(task.state_dict().values(), same.state_dict().values(), strict=True)
     window = options.batch_size * options.trainer.accumulate_grad_batches
-    trainer.print(f"val/acc      {trainer.callback_metrics['val/acc']:.4f}")
+    if "val/acc" in trainer.callback_metrics:
+        trainer.print(f"val/acc      {trainer.callback_metrics['val/acc']:.4f}")
     trainer.print(f"messages     {ours.collectives['gradients'] / trainer.global_step:g} in a step, of all gradients")
     trainer.print(f"noise_scale  {ours.noise_scale(window):.0f} samples; a step had {window * ours.world_size}")
     trainer.print(f"difference   {max(float((a - b).abs().max()) for a, b in pairs):.1e} at most, from DDP's weights")

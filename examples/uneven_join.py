@@ -131,7 +131,8 @@ def main() -> None:
         trainer.print(f"rank {rank}   {batches} batches, {images} images, weights {weights}")
     trainer.print(f"steps    {trainer.global_step}")
     trainer.print(f"weights  {'the same on all ranks' if len({rank[2] for rank in ranks}) == 1 else 'DIFFERENT'}")
-    trainer.print(f"val/acc  {trainer.callback_metrics['val/acc']:.4f}")
+    if "val/acc" in trainer.callback_metrics:
+        trainer.print(f"val/acc  {trainer.callback_metrics['val/acc']:.4f}")
 
 
 if __name__ == "__main__":
