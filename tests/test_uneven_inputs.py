@@ -270,6 +270,30 @@ def test_a_run_that_ends_inside_the_tail_leaves_nothing_behind() -> None:
     assert run_ranks(stop_inside_the_tail, 2) == [1 - 2 - 2 - 3] * 2
 
 
+def loss_of_last_step(interval: int) -> tuple[float, list[float]]:
+    last: list[float] = []
+
+    class Watched(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            last[:] = [loss.item()]
+            return loss
+
+    torch.manual_seed(0)
+    trainer = quiet_trainer(
+        max_epochs=1, strategy=DDPStrategy(uneven_inputs="join"), log_every_n_steps=interval, precision="64-true"
+    )
+    trainer.fit(Watched(), Batches([2, 5]))
+    return trainer.callback_metrics["train/loss"].item(), last
+
+
+@pytest.mark.parametrize("interval", [2, 4, 5, 50])
+def test_step_values_at_an_epochs_end_are_of_the_ranks_that_had_data(interval: int) -> None:
+    """Rank 0 has none in steps 3 to 5, also where a step that logs lies between (4)."""
+    (seen, _), (also_seen, last) = run_ranks(loss_of_last_step, 2, interval)
+    assert seen == also_seen == last[0]
+
+
 # --- what can't join -------------------------------------------------------------------------
 
 

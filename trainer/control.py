@@ -34,6 +34,7 @@ class ControlWord:
         # Steps from one word to the next, and to go. Starts with every step: a step may take minutes.
         self._interval = 1
         self._countdown = 1
+        self._steps = 0  # since the last word
         self._last = time.monotonic()
         self.agreed = 0
         """The flags all ranks saw at the end of the last step."""
@@ -52,6 +53,7 @@ class ControlWord:
         if self._strategy.world_size == 1:
             self.agreed, self._raised = self._raised, 0
             return self.agreed
+        self._steps += 1
         if self._pending is not None:
             return self._read(self._pending)
         self.agreed = 0
@@ -72,8 +74,10 @@ class ControlWord:
     def _start(self) -> None:
         now = time.monotonic()
         elapsed, self._last = now - self._last, now
-        # Towards PERIOD, at most doubled at once: the first steps are slower than the later ones.
-        wanted = min(2 * self._interval, max(1, int(self._interval * PERIOD / max(elapsed, 1e-9))))
+        # Towards PERIOD, at most doubled at once: the first steps are slower than the later ones. By the steps that were
+        # taken, since an epoch's end may come long before the interval is over.
+        wanted = min(2 * self._interval, max(1, int(self._steps * PERIOD / max(elapsed, 1e-9))))
+        self._steps = 0
         # A maximum of flags is their union, bit by bit; of negated intervals it is the shortest.
         word = torch.tensor([self._raised & STOP, self._raised & SAVE, -wanted])
         self._raised = 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..strategies.base import Strategy
 from .data.transfer import batch_size_of
-from .metric_reduction import METRIC, Name, Row, agree_on_names, reduce_rows
+from .metric_reduction import LAST_STEP, METRIC, Name, Row, agree_on_names, reduce_rows
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _FUNCTIONS: dict[Any, str] = {
@@ -242,7 +242,9 @@ class MetricLog:
                 metrics[entry.name] = entry.metric
             elif entry.total is not None:
                 rows[entry.name] = Row(entry.reduction, entry.total, float(entry.weight))
-            elif with_step and entry.on_step and entry.step > max(self._reduced_step, self._epoch_step):
+            elif not with_step or not self.has_batch:
+                continue  # as in `reduce_step`
+            elif entry.on_step and entry.step > max(self._reduced_step, self._epoch_step):
                 rows[entry.name] = _step_row(entry)
         logged = self._reduce(rows, metrics, "epoch")
         for entry in self._entries.values():
@@ -265,13 +267,18 @@ class MetricLog:
         entries = self._entries
         shared = {name: row for name, row in rows.items() if entries[name].shared}
         values = {name: row.local_value() for name, row in rows.items() if name not in shared}
-        names = [Name(name, row.reduction, entries[name].loader) for name, row in shared.items()]
+        names: list[Name] = []
+        for name, row in shared.items():
+            of_step = when == "epoch" and entries[name].total is None
+            names.append(Name(name, row.reduction, LAST_STEP if of_step else entries[name].loader))
         for name, metric in metrics.items():
             path = _attribute_path(self._task, name, metric)
             names.append(Name(name, METRIC + path, entries[name].loader, metric.update_called))
         names.sort(key=lambda name: name.name)
         flags = {name.name: entries[name.name].flags for name in names}
         batches = self.batches if self.has_batch or when == "epoch" else {}
+        if self.has_batch:
+            batches = {**batches, LAST_STEP: sum(batches.values())}
         agreed = agree_on_names(self._strategy, names, shared, flags, batches, when)
         for name, theirs in agreed.flags.items():
             if name not in entries:  # this rank had no batch that would have logged it

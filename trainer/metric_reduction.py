@@ -23,6 +23,8 @@ from ..strategies.base import Strategy
 HEADER = 1
 FRAME = HEADER + 2 * 31
 METRIC = "torchmetrics object "
+LAST_STEP = -2
+"""In place of a loader, for the newest step value at an epoch's end: of the ranks that had data in the last step."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Name:
     reduction: str
     """`mean`, `sum`, `min` or `max`; or METRIC and a path in the task."""
     loader: int
-    """The loader whose batches log it; −1: none, it is logged between batches."""
+    """The loader whose batches log it; −1: none, it is logged between batches; or LAST_STEP."""
     updated: bool = True
     """Of a torchmetrics object: whether this rank gave it anything."""
 
@@ -172,7 +174,7 @@ def _common(told: list[Told], when: str) -> Agreed:
         missing = names.keys() - {name.name for name in theirs}
         for name in sorted(missing):
             loader = names[name].loader
-            had_batches = any(batches.values()) if loader < 0 else batches.get(loader, 0)
+            had_batches = any(batches.values()) if loader == -1 else batches.get(loader, 0)
             if had_batches:
                 raise RuntimeError(
                     f"metric {name!r} was not logged on rank {rank} in this {when}, but on rank {first_rank[name]}: expected "
