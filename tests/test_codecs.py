@@ -110,7 +110,8 @@ def test_a_mean_over_ranks_is_its_definition_to_the_bit(codec: Codec, ranks: int
             assert several[0][index].shape == (0,)
             continue
         sent = [through(codec, made_up(length, rank, dtype).to(kind)) for rank in range(ranks)]
-        expected = through(codec, torch.stack(sent).sum(0) / ranks).to(dtype)
+        mean = torch.stack(sent).sum(0) / ranks
+        expected = (mean if ranks == 2 else through(codec, mean)).to(dtype)
         for rank in range(ranks):
             assert torch.equal(several[rank][index].nan_to_num(), expected.nan_to_num()), (dtype, length, rank)
             assert several[rank][index].dtype == dtype

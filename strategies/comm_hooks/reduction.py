@@ -38,8 +38,9 @@ class Codec(Wire):
 
     Each of the W ranks becomes the owner of one of W chunks, gets it from everyone (all-to-all), decodes, averages in
     float32 (float64 for float64), encodes the mean, and gives it to everyone (all-gather). All ranks decode the same
-    bytes, so they hold the same bits; and no sum is ever rounded to the codec's few bits. A value is encoded twice on
-    its way: the error of the mean is at most the mean of the errors of the first encodings, plus that of the second.
+    bytes, so they hold the same bits; and no sum is ever rounded to the codec's few bits. With more than two ranks
+    a value is encoded twice on its way: the error of the mean is at most the mean of the errors of the first encodings,
+    plus that of the second. Two ranks exchange everything at once, encoded once.
     """
 
     block: ClassVar[int]
@@ -54,14 +55,19 @@ class Codec(Wire):
         """Decode what `encode` returned for chunks of the type `kind`."""
 
     def mean(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the mean, in four messages of a Wth each; `tensor` is left as it is."""
+        """Return the mean, in four messages of a Wth each; between two ranks in one; `tensor` is left as it is."""
         size, length = group.size(), tensor.numel()
         if size == 1 or length == 0:
             return tensor
         kind = torch.promote_types(tensor.dtype, torch.float32)
-        padding = -length % (size * self.block)
+        parts = 1 if size == 2 else size
+        padding = -length % (parts * self.block)
         chunks = functional.pad(tensor.to(kind), (0, padding)) if padding else tensor.to(kind)
-        sent = self.encode(chunks.view(size, -1))
+        sent = self.encode(chunks.view(parts, -1))
+        if size == 2:  # to exchange the whole takes as many bytes, half the messages, and one encoding
+            both = sent.new_empty(2, sent.numel())
+            dist.all_gather(list(both.unbind()), sent.squeeze(0), group=group)
+            return self.decode(both, kind).sum(0).div_(2)[:length].to(tensor.dtype)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         share = self.decode(received, kind).sum(0, keepdim=True).div_(size)
