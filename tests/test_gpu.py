@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from run_ranks import run_ranks
 from samestep.callbacks import Callback, ModelCheckpoint
-from tasks import Regression, loader, parameters_of, quiet_trainer
+from samestep.strategies import DDPStrategy
+from tasks import Regression, loader, numbers, parameters_of, quiet_trainer
+from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.gpu
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def train(accelerator: str, strategy: str, **options: Any) -> torch.Tensor:
+def train(accelerator: str, strategy: str | DDPStrategy, **options: Any) -> torch.Tensor:
     torch.manual_seed(1)
     task = Regression()
     trainer = quiet_trainer(
@@ -79,6 +82,57 @@ def test_a_checkpoint_from_the_gpu_loads_on_the_cpu_and_resumes(tmp_path: Path) 
     again = ModelCheckpoint(tmp_path / "again")
     quiet_trainer(max_epochs=2, callbacks=[again], **options).fit(resumed, loader(40, 4, shuffle=True), ckpt_path=first)
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("lever", "tolerance"),
+    [
+        ({"comm_hook": "fp16"}, 1e-2),
+        ({"comm_hook": "bf16"}, 1e-1),
+        ({"comm_hook": "quantize8"}, 1e-1),
+        ({"comm_hook": "powersgd"}, 1e-1),
+        ({"comm_hook": "hierarchical"}, 1e-9),
+        ({"compile": "before_ddp", "compile_options": {"backend": "aot_eager"}}, 1e-9),
+        ({"compile": "after_ddp", "compile_options": {"backend": "aot_eager"}}, 1e-9),
+        ({"static_graph": True}, 1e-9),
+        ({"batched_grad_copy": True}, 1e-9),
+        ({"uneven_inputs": "join"}, 1e-9),
+    ],
+)
+def test_the_levers_of_ddp_on_nccl(lever: dict[str, Any], tolerance: float) -> None:
+    trained = train("gpu", DDPStrategy(**lever))
+    torch.testing.assert_close(trained, train("cpu", "single_device"), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+def test_every_precision_trains(precision: str, strategy: str) -> None:
+    task = Regression()
+    data = TensorDataset(*(part.float() for part in numbers(64).tensors))
+    trainer = quiet_trainer(accelerator="gpu", devices=1, strategy=strategy, precision=precision, max_epochs=2)
+    trainer.fit(task, DataLoader(data, 4))
+    assert parameters_of(task).isfinite().all()
+    assert trainer.global_step > 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batchnorm_over_all_ranks_and_updates_inside_the_backward(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    results = run_ranks(normalized, ranks, join_group=False)
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+def normalized() -> torch.Tensor:
+    torch.manual_seed(0)
+    task = Regression()
+    task.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29733"}
+    strategy = DDPStrategy(sync_batchnorm=True, optimizer_in_backward=True)
+    trainer = quiet_trainer(accelerator="gpu", strategy=strategy, precision=64, max_epochs=2)
+    trainer.fit(task, loader(40, 4))
+    return parameters_of(task).cpu()
 
 
 def test_digits_on_all_gpus() -> None:
