@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -119,16 +120,19 @@ def test_every_precision_trains(precision: str, strategy: str) -> None:
 def test_batchnorm_over_all_ranks_and_updates_inside_the_backward(ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    results = run_ranks(normalized, ranks, join_group=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = run_ranks(normalized, ranks, port, join_group=False)
     for result in results[1:]:
         assert torch.equal(result, results[0])
 
 
-def normalized() -> torch.Tensor:
+def normalized(port: int) -> torch.Tensor:
     torch.manual_seed(0)
     task = Regression()
     task.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29733"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     strategy = DDPStrategy(sync_batchnorm=True, optimizer_in_backward=True)
     trainer = quiet_trainer(accelerator="gpu", strategy=strategy, precision=64, max_epochs=2)
     trainer.fit(task, loader(40, 4))
