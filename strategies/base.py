@@ -178,17 +178,20 @@ class Strategy:
         """Called before each step that some ranks have no data for, with the ranks that have; at the end with all."""
         self.source = 0 if len(active) == self.world_size else active[-1]
 
+    def check_weighted(self) -> None:
+        """Refuse weighted losses, where gradients can't be corrected after the backward. Called in the first step."""
+
     # --- collectives -----------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, name: str) -> Tensor:
-        """Reduce `tensor` over the ranks in place by `sum`, `mean`, `min` or `max`, and return it."""
-        return tensor
-
-    def start_all_reduce_max(self, tensor: Tensor, *, name: str, each_step: bool = False) -> Pending:
-        """Start the elementwise maximum of a CPU tensor over the ranks, in place, without waiting.
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, name: str, each_step: bool = False) -> Tensor:
+        """Reduce `tensor` over the ranks in place by `sum`, `mean`, `min` or `max`, and return it.
 
         `each_step`: it belongs to every step, so it must cost nothing besides.
         """
+        return tensor
+
+    def start_all_reduce_max(self, tensor: Tensor, *, name: str, each_step: bool = False) -> Pending:
+        """Start the elementwise maximum of a CPU tensor over the ranks, in place, without waiting."""
         return Pending(tensor)
 
     def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:

@@ -198,6 +198,15 @@ class DDPStrategy(ProcessGroupStrategy):
         if self._groups is not before:  # those of an earlier job are gone, and what was made beside them
             self._batchnorm_group = None
 
+    def check_weighted(self) -> None:
+        """Refuse them where the gradients are used before the sum of the weights is known, or are not everybody's."""
+        local = self.comm_hook is not None and self.comm_hook.ranks_differ
+        why = "the sum of the weights over the ranks is known after the backward"
+        refuse_pairs((
+            (self.optimizer_in_backward, 'a loss with a "weight"', "optimizer_in_backward", why),
+            (local, 'a loss with a "weight"', "comm_hook='post_local_sgd'", "each rank steps by its own gradients"),
+        ))  # fmt: skip
+
     def teardown(self) -> None:
         """Drop the DDP wrapper, with the hooks it set on the parameters, and what was converted for it."""
         if self._step is not None:

@@ -95,9 +95,9 @@ class ProcessGroupStrategy(Strategy):
                 f"{self.world_size - 1}: one of them has ended or did not come. Its own message says why. ({error})"
             ) from error
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, name: str) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, name: str, each_step: bool = False) -> Tensor:
         """Reduce over the ranks in place."""
-        with self.named(name):
+        with self.named(name, announced=not each_step):
             dist.all_reduce(tensor, _OPERATIONS[op], group=self._group_of(tensor))
         return tensor
 

@@ -172,7 +172,6 @@ class Returns(ScalarWeight):
             "vector": self.w * batch,
             "number": 3.0,
             "empty": {},
-            "weighted": {"loss": loss, "weight": 3},
         }[self.what]
 
 
@@ -277,7 +276,6 @@ ON_ANY_RANKS = {
     "returns vector": r"shape \[",
     "returns number": "returned a float: expected the loss",
     "returns empty": "a dict with nothing: expected the loss",
-    "returns weighted": "weighted losses are not supported yet",
     "optimizers none": "returned None: expected an optimizer",
     "optimizers text": "returned a str",
     "optimizers two": "automatic optimization takes one",

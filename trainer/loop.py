@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..strategies.clipping import parameters_of
 from .control import STOP
 from .data.uneven import uneven_windows
 from .data.windows import Window, windows
 from .hooks import overrides
 from .metric_log import MetricLog
 from .task import Task
+from .weighted_loss import WeightedLoss, agreed
 
 if TYPE_CHECKING:
     from .fit import FitRun
@@ -35,6 +37,8 @@ class StepModule(nn.Module):
     def __init__(self, task: Task, *, finds_unused: bool) -> None:
         super().__init__()
         self.task, self.finds_unused = task, finds_unused
+        self.gave_none = False
+        """Whether the loss is a zero in the place of None; taken back by whoever asks."""
         # A bound method, since looking up a submodule goes through nn.Module's slow __getattr__.
         self.training_step = with_batch_index(task.training_step)
         self.manual = not task.automatic_optimization
@@ -43,6 +47,7 @@ class StepModule(nn.Module):
         """Run the step; None becomes a loss of zero, so that this rank's backward pairs with its peers'."""
         output = None if batch is NO_BATCH else self.training_step(batch, batch_idx)
         if output is None and not self.manual:
+            self.gave_none = True
             return self.zero_loss()
         return output
 
@@ -79,6 +84,10 @@ class TrainingLoop:
         self.steps_happened = 0  # counted by hooks on the optimizers, where the task calls them itself
         if self.steps_itself or not self.task.automatic_optimization:
             self._count_steps()
+        # Whether losses come with a weight; None: not known before the first.
+        self.weighted: bool | None = None if self.task.automatic_optimization else False
+        self.weights = WeightedLoss(self.strategy)
+        self._weight_seen: bool | None = None  # in the running step
         self.skip_epoch = False
         self.length: int | None = None
         self.last_active: int | None = None
@@ -109,7 +118,9 @@ class TrainingLoop:
             with strategy.gradient_sync(to_go == 0), strategy.autocast():  # DDP decides in forward
                 output = self.model(batch, batch_idx)
                 loss = loss_of(output, task)
-                if divisor != 1:
+                if self.weighted is not False:
+                    loss = self.weigh(loss, output, divisor)
+                elif divisor != 1:
                     loss = loss / divisor  # a mean over the micro-batches that are there: a short window is one, too
                 for hook in hooks.on_before_backward:
                     hook(trainer, task, loss)
@@ -132,6 +143,8 @@ class TrainingLoop:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip once, step once, and move what moves with steps: the counter and the step schedulers."""
+        if self.weighted is not False:
+            self.finish_weights(optimizer)
         self.strategy.unscale_gradients(optimizer)
         for hook in self.hooks.on_before_optimizer_step:
             hook(self.trainer, self.task, optimizer)
@@ -254,6 +267,30 @@ class TrainingLoop:
 
     # --- helpers of a step -----------------------------------------------------------------
 
+    def weigh(self, loss: Tensor, output: Any, divisor: float) -> Tensor:
+        """The loss for the backward, where losses have a weight, or may have one."""
+        if self.step_module.gave_none:  # a weight of zero
+            self.step_module.gave_none = False
+            return loss
+        has_weight = output.__class__ is dict and "weight" in output
+        if self._weight_seen not in (None, has_weight) or self.weighted not in (None, has_weight):
+            raise ValueError(
+                f'{type(self.task).__name__}.training_step returns a loss with a "weight" in some micro-batches only: '
+                "expected it in all, or in none."
+            )
+        self._weight_seen = has_weight
+        return self.weights.divide(loss, output["weight"]) if has_weight else loss / divisor
+
+    def finish_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the first step all ranks know whether losses have weights; where they do, correct the gradients."""
+        if self.weighted is None:
+            self.weighted = agreed(self.strategy, self._weight_seen)
+            if self.weighted:
+                self.strategy.check_weighted()
+        if self.weighted:
+            self.weights.correct(parameters_of(optimizer))
+        self._weight_seen = None
+
     def record_logged(self) -> None:
         """Take what a compiled step logged: `self.log` in it only notes the values, which breaks no graph."""
         for name, value, flags, batch_size in self.logged_in_graph:
@@ -310,11 +347,6 @@ def loss_of(output: Any, task: Task) -> Tensor:
     """
     loss: Any = output
     if output.__class__ is dict:
-        if "weight" in output:
-            raise ValueError(
-                f'{type(task).__name__}.training_step returned {{"loss": …, "weight": …}}: weighted losses are not '
-                "supported yet. Return the mean loss of the micro-batch."
-            )
         loss = output.get("loss")
     if not isinstance(loss, Tensor):
         raise TypeError(

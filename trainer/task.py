@@ -48,6 +48,9 @@ class Task(HyperparametersMixin, nn.Module):
         Returns:
             The loss, a scalar that needs a gradient; or a dict with it under `loss`; or None, which counts
             as a micro-batch with a gradient of zero. With manual optimization anything.
+
+            `{"loss": sum, "weight": n}` makes the gradient of a step that of Σ loss / Σ weight over all its micro-batches
+            and ranks: the mean over tokens, say, however many there are in each. Then None has no weight.
         """
         raise RuntimeError(f"{type(self).__name__} has no training_step.")  # refused before a run starts
 

@@ -1,0 +1,79 @@
+"""Losses that are sums with a weight each: the gradient of a step is that of Σ loss / Σ weight, over all that is in it.
+
+A mean over tokens, say, where micro-batches and ranks hold different numbers of them: the mean of means would count a
+token in a short sentence for more. The weights' sum over the ranks is known after the last backward only, so the
+gradients are brought to it then, by one small reduction and one pass over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..strategies.base import Strategy
+
+
+class WeightedLoss:
+    """Divides losses beforehand by what the weights will be, about, and corrects the gradients by what they were.
+
+    The estimate is the sum of the step before, so that scaled losses stay in the range of float16.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
+        self._estimate = torch.ones_like(self._sum)
+
+    def divide(self, loss: Tensor, weight: Any) -> Tensor:
+        """The loss for the backward of a micro-batch; its weight is added up.
+
+        Raises:
+            TypeError: the weight is no number and no scalar tensor.
+        """
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise TypeError(f"the loss's weight has shape {list(weight.shape)}: expected a scalar. Take its sum.")
+            weight = weight.detach().reshape(())
+        elif not isinstance(weight, (int, float)):
+            raise TypeError(f"the loss's weight is a {type(weight).__name__}: expected a number or a scalar tensor.")
+        self._sum += weight
+        return loss / self._estimate.to(loss.dtype)
+
+    def correct(self, parameters: Iterable[Tensor]) -> None:
+        """Bring the gradients, averaged over the ranks, to the sum of the weights of all micro-batches and ranks."""
+        ranks = self._strategy.world_size
+        total = self._strategy.all_reduce(self._sum, name="weights of the step", each_step=True)
+        factor = torch.where(total > 0, self._estimate * ranks / total, 0.0)
+        gradients: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for several in gradients.values():
+            torch._foreach_mul_(several, factor)  # pyright: ignore[reportPrivateUsage]
+        self._estimate = torch.where(total > 0, total / ranks, self._estimate)
+        self._sum = torch.zeros_like(self._sum)
+
+
+def agreed(strategy: Strategy, weighted: bool | None) -> bool | None:
+    """Whether the losses of a step are weighted, on all ranks alike; None: no rank had a loss.
+
+    Args:
+        strategy: asks the ranks.
+        weighted: of this rank; None: it had no loss in this step.
+
+    Raises:
+        RuntimeError: on every rank, where they differ.
+    """
+    kinds = strategy.gather_objects(weighted, name="weighted losses")
+    known = {kind for kind in kinds if kind is not None}
+    if len(known) > 1:
+        each = ", ".join(
+            f"rank {rank}: {'yes' if kind else 'no'}" for rank, kind in enumerate(kinds) if kind is not None
+        )
+        raise RuntimeError(
+            f'training_step returns a loss with a "weight" on some ranks only ({each}): expected it on all, or on none.'
+        )
+    return known.pop() if known else None
