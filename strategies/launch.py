@@ -41,18 +41,29 @@ def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
             options = ["--standalone", f"--nproc-per-node={processes}", f"--log-dir={logs}", "--no-python"]
             run.run(run.parse_args([*options, *command]))
     except ChildFailedError as error:
-        # Those that the agent ended by SIGTERM come last: it knows the time by the second only.
         failures = error.failures
-        rank = min(failures, key=lambda r: (failures[r].exitcode == -signal.SIGTERM, failures[r].timestamp))
+
+        def order(rank: int) -> tuple[bool, int]:
+            # Those that the agent ended by SIGTERM come last: it knows the time by the second only. But a rank that has
+            # told its own error may be so slow to end that it is ended.
+            ended = failures[rank].exitcode == -signal.SIGTERM and not _told(failures[rank])
+            return ended, failures[rank].timestamp
+
+        rank = min(failures, key=order)
         failure = failures[rank]
-        print(
-            f"samestep: rank {rank} failed first, with exit code {failure.exitcode}{_reason(failure)}", file=sys.stderr
-        )
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+        # One that has told its error and was ended on its way out would have ended with 1.
+        code = 1 if failure.exitcode == -signal.SIGTERM and _told(failure) else failure.exitcode
+        print(f"samestep: rank {rank} failed first, with exit code {code}{_reason(failure)}", file=sys.stderr)
+        sys.exit(code if code > 0 else 128 - code)
     except SignalException as error:
         print(f"samestep: {error.sigval.name} received, all ranks are stopped", file=sys.stderr)
         sys.exit(128 + error.sigval)
     sys.exit(0)
+
+
+def _told(failure: Any) -> bool:
+    """Whether the rank wrote an error file."""
+    return isinstance(failure.message, dict)
 
 
 def _reason(failure: Any) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from samestep.strategies import process_groups
 
 torch.set_num_threads(1)
 
@@ -24,6 +25,7 @@ def restored_process(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
     np.random.seed(0)
     torch.manual_seed(0)
     yield
+    process_groups.leave()  # a fit with DDP in this process has opened them
     os.environ.clear()
     os.environ.update(environment)
 

@@ -49,6 +49,7 @@ def in_ddp(model: nn.Module, hook: CommHook | None, **options: Any) -> Distribut
     ddp = DistributedDataParallel(model, **{"bucket_cap_mb": MANY_BUCKETS, **options})
     if hook is not None:
         register(ddp, prepare(hook, model))
+        dist.barrier()  # a rank whose hook sends nothing must not leave while others still connect
     return ddp
 
 

@@ -681,14 +681,14 @@ def test_several_training_loaders_are_refused(loaders: Any) -> None:
         trained_on(loaders, epochs=1)
 
 
-class WithoutLength:
+class Streamed:
     def __iter__(self) -> Iterator[torch.Tensor]:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return iter([torch.ones(2)] * (5 + rank))
 
 
 def train_without_length(limit: int | None) -> int:
-    return len(trained_on(WithoutLength(), epochs=1, **({} if limit is None else {"limit_train_batches": limit})))
+    return len(trained_on(Streamed(), epochs=1, **({} if limit is None else {"limit_train_batches": limit})))
 
 
 def test_training_loaders_without_length_end_together() -> None:
