@@ -46,7 +46,7 @@ class ModelCheckpoint(Callback):
         save_last: always save, and let the link `last` in the folder lead to the newest.
         save_top_k: how many to keep; -1: all, 0: none (but the last, with `save_last`).
         save_weights_only: leave out what a resume needs.
-        mode: "min" or "max": which value of `monitor` is better. NaN is the worst.
+        mode: "min" or "max": which value of `monitor` is better. NaN and infinities are the worst.
         auto_insert_metric_name: False: "{epoch}" in `filename` gives "3" instead of "epoch=3".
         every_n_train_steps: save after every n-th optimizer step.
         train_time_interval: save when so much time has passed, on all ranks at the same step.
@@ -264,16 +264,16 @@ class ModelCheckpoint(Callback):
         if self.save_top_k in (0, -1) or self.monitor is None or len(self.kept) < self.save_top_k:
             return self.save_top_k != 0
         worst = self.kept[self._ranked()[self.save_top_k - 1]]
-        newer = math.isnan(value) and math.isnan(worst)
+        newer = not math.isfinite(value) and not math.isfinite(worst)
         return newer or is_better(value, worst, self.mode)
 
     def _ranked(self) -> list[str]:
-        """Kept paths, the best first; of equals the older first, of those without a value the newer."""
+        """Kept paths, the best first; of equals the older first, of those without a finite value the newer."""
         paths = list(self.kept)
         if self.monitor is None:
             return paths[::-1]
-        judged = [path for path in paths if not math.isnan(self.kept[path])]
-        unjudged = [path for path in reversed(paths) if math.isnan(self.kept[path])]
+        judged = [path for path in paths if math.isfinite(self.kept[path])]
+        unjudged = [path for path in reversed(paths) if not math.isfinite(self.kept[path])]
         return sorted(judged, key=self.kept.__getitem__, reverse=self.mode == "max") + unjudged
 
     def _claimed_path(self, trainer: Trainer, name: str) -> str:

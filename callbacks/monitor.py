@@ -18,10 +18,10 @@ def check_mode(kind: str, mode: str) -> None:
 
 
 def is_better(value: float, than: float, mode: str, by: float = 0.0) -> bool:
-    """Whether a value beats another by more than `by`; NaN beats nothing, and any number beats NaN."""
-    if math.isnan(value):
+    """Whether a value beats another by more than `by`. NaN and infinities beat nothing, and any number beats them."""
+    if not math.isfinite(value):
         return False
-    if math.isnan(than):
+    if not math.isfinite(than):
         return True
     return value < than - by if mode == "min" else value > than + by
 

@@ -34,6 +34,20 @@ class Pending:
         return self._value
 
 
+def _restore_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give numbers of the state the types they were saved with: torch casts them to those of the parameters.
+
+    NAdam's product of momenta is a float32 whatever it steps; in bfloat16 a resumed run would part from the one before.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        for name, saved in state["state"].get(index, {}).items():
+            loaded = optimizer.state[parameter][name]
+            if isinstance(saved, Tensor) and saved.dim() == 0 and loaded.dtype != saved.dtype:
+                optimizer.state[parameter][name] = saved.to(loaded.device, copy=True)
+
+
 class Strategy:
     """How the processes of a run cooperate. This base is right for one process.
 
@@ -128,6 +142,10 @@ class Strategy:
     def patience(self) -> AbstractContextManager[None]:
         """The collectives inside wait for as long as it takes."""
         return _NOTHING
+
+    def options(self) -> dict[str, str]:
+        """What must be the same on all ranks, as text, by name: compared when a run starts."""
+        return {}
 
     def describe(self) -> dict[str, str]:
         """Lines for the panel shown at the start: label to value."""
@@ -240,6 +258,7 @@ class Strategy:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what `optimizer_state` returned."""
         optimizer.load_state_dict(state)
+        _restore_types(optimizer, state)
         settle(optimizer)
 
     def state_dict(self) -> dict[str, Any]:

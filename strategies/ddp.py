@@ -110,6 +110,13 @@ class DDPStrategy(ProcessGroupStrategy):
             one_of("uneven_inputs", uneven_inputs, UNEVEN_INPUTS)
         if fused_optimizer not in (True, False, "auto"):
             raise ValueError(f"fused_optimizer={fused_optimizer!r}: expected True, False or 'auto'.")
+        for name, value in (("sync_batchnorm", sync_batchnorm), ("optimizer_in_backward", optimizer_in_backward)):
+            if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"{name}={value!r}: expected True or False.")
+        if compile_options is not None and not isinstance(compile_options, Mapping):  # pyright: ignore
+            raise ValueError(f"compile_options={compile_options!r}: expected a dict of torch.compile's arguments.")
+        if uneven_divisor == "initial" and uneven_inputs != "join":
+            raise ValueError("uneven_divisor='initial' without uneven_inputs='join': nothing would be missing.")
         if compile_options and compile == "off":
             raise ValueError(
                 "compile_options without compile: say compile='before_ddp' or 'after_ddp', or leave them out."
@@ -144,6 +151,8 @@ class DDPStrategy(ProcessGroupStrategy):
         return (
             (self.compile != "off" and largest < 1, "compile", f"buckets of {largest} MiB at most",
              "torch splits the compiled graph at the buckets, and expects its first, of 1 MiB, to be the smallest"),
+            (self.compile == "after_ddp" and bool(self.compile_options.get("fullgraph")), "compile='after_ddp'", "fullgraph",
+             "DDP's own forward breaks the graph. Use compile='before_ddp'"),
             (joins and self.sync_batchnorm, "uneven_inputs='join'", "sync_batchnorm",
              "a rank without data runs no BatchNorm, and the others would wait for it. Use uneven_inputs='stop'"),
             (joins and arguments.static_graph, "uneven_inputs='join'", "static_graph",
@@ -319,6 +328,20 @@ class DDPStrategy(ProcessGroupStrategy):
             self.comm_hook.synchronize(module.parameters())
         super().synchronize(module)
 
+    def options(self) -> dict[str, str]:
+        """The levers."""
+        hook = self.comm_hook
+        return {
+            **{name: repr(value) for name, value in vars(self.arguments).items() if name != "device_mesh"},
+            "sync_batchnorm": repr(self.sync_batchnorm),
+            "compile": self.compile,
+            "comm_hook": "None" if hook is None else type(hook).__name__,
+            "uneven_inputs": repr(self.uneven_inputs),
+            "uneven_divisor": self.uneven_divisor,
+            "fused_optimizer": repr(self.fused_optimizer),
+            "optimizer_in_backward": repr(self.optimizer_in_backward),
+        }
+
     def describe(self) -> dict[str, str]:
         """Backend, the communication buckets as DDP lays them out before the first step, and the levers that are on."""
         lines = {"backend": "nccl" if self.device.type == "cuda" else "gloo"}
@@ -337,6 +360,8 @@ class DDPStrategy(ProcessGroupStrategy):
             lines["gradients"] = f"reduced by {type(self.comm_hook).__name__}"
         if self.compile != "off":
             lines["compile"] = self.compile
+        if self.uneven_inputs is not None:
+            lines["uneven inputs"] = self.uneven_inputs
         return lines
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,10 +32,13 @@ class DDPArguments:
 
     def __post_init__(self) -> None:
         """Refuse values and pairs that torch refuses late, or not at all."""
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False.")
+        if self.bucket_cap_mb is not None and not _is_size(self.bucket_cap_mb):
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb}: expected MiB above 0, or None for torch's default.")
         if self.bucket_cap_mb_list is not None:
-            if not self.bucket_cap_mb_list or not all(cap > 0 for cap in self.bucket_cap_mb_list):
+            if not self.bucket_cap_mb_list or not all(map(_is_size, self.bucket_cap_mb_list)):
                 raise ValueError(f"bucket_cap_mb_list={self.bucket_cap_mb_list}: expected MiB above 0 for each bucket.")
             if self.bucket_cap_mb is not None:
                 raise ValueError(
@@ -69,6 +73,16 @@ class DDPArguments:
         if self.device_mesh is None:
             return {**keywords, "process_group": process_group}
         return {**keywords, "device_mesh": self.device_mesh}
+
+
+_SWITCHES = (
+    "gradient_as_bucket_view", "static_graph", "find_unused_parameters", "forward_sync_buffers", "init_sync",
+    "batched_grad_copy",
+)  # fmt: skip
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -54,11 +54,18 @@ def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
         # One that has told its error and was ended on its way out would have ended with 1.
         code = 1 if failure.exitcode == -signal.SIGTERM and _told(failure) else failure.exitcode
         print(f"samestep: rank {rank} failed first, with exit code {code}{_reason(failure)}", file=sys.stderr)
-        sys.exit(code if code > 0 else 128 - code)
+        _leave(code if code > 0 else 128 - code)
     except SignalException as error:
         print(f"samestep: {error.sigval.name} received, all ranks are stopped", file=sys.stderr)
-        sys.exit(128 + error.sigval)
-    sys.exit(0)
+        _leave(128 + error.sigval)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process here. By SystemExit its `finally` and `except` would run once more, with an untrained model."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _told(failure: Any) -> bool:

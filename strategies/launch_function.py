@@ -33,8 +33,10 @@ def launch_function(function: Callable[..., T], processes: int, *args: Any) -> l
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if processes < 1:
-        raise ValueError(f"processes={processes}: expected 1 or more.")
+    if not callable(function):
+        raise TypeError(f"function={function!r}: expected a function at the top of a module.")
+    if not isinstance(processes, int) or processes < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"processes={processes}: expected a whole number of 1 or more.")
     if function.__module__ == "__main__":
         raise TypeError(
             f"{function.__qualname__} is defined in the program itself (or a notebook), which the new processes don't run: "
@@ -57,6 +59,7 @@ def launch_function(function: Callable[..., T], processes: int, *args: Any) -> l
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             start_method="forkserver",
+            max_restarts=0,  # torch's 3 would do everything again, three times
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         returned: dict[int, T] = elastic_launch(config, function)(*args)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from . import process_groups
 from .base import Pending, Strategy
+from .environment import Environment
+from .precision import Precision
 
 T = TypeVar("T")
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -35,14 +37,24 @@ class ProcessGroupStrategy(Strategy):
 
     def __init__(self, *, timeout: timedelta = timedelta(minutes=10), startup_timeout: timedelta | None = None) -> None:
         for name, value in (("timeout", timeout), ("startup_timeout", startup_timeout)):
-            if value is not None and value <= timedelta(0):
-                raise ValueError(f"{name}={value}: expected a timedelta above 0.")
+            if value is not None and (not isinstance(value, timedelta) or value <= timedelta(0)):  # pyright: ignore
+                raise ValueError(f"{name}={value!r}: expected a timedelta above 0, such as timedelta(minutes=10).")
         self.timeout = timeout
         self.startup_timeout = startup_timeout or max(timeout, timedelta(minutes=30))
         self.collectives: Counter[str] = Counter()
         """How often each was called, by its name."""
         self._groups: process_groups.ProcessGroups | None = None
         self._allowed = self.startup_timeout
+
+    def place(self, environment: Environment, device: torch.device, precision: Precision) -> None:
+        """Take the place; refuse a strategy that leaves each rank its own gradients."""
+        steps = ("wrap", "gradient_sync", "backward", "unscale_gradients", "clip_gradients", "optimizer_step")
+        if environment.world_size > 1 and all(getattr(type(self), name) is getattr(Strategy, name) for name in steps):
+            raise ValueError(
+                f"{type(self).__name__} on {environment.world_size} processes has collectives, but reduces no gradients, so "
+                f"each rank would train on its own. Override one of {', '.join(steps)}, or use DDPStrategy."
+            )
+        super().place(environment, device, precision)
 
     def setup(self) -> None:
         """Join the process groups of the job."""

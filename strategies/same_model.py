@@ -77,7 +77,9 @@ def check_same_parameters(module: nn.Module, all_gather: Callable[..., Tensor]) 
     if differs.any():
         rank, index = (int(number) for number in differs.nonzero()[0])
         raise RuntimeError(
-            f"the ranks hold different weights: {named[index][0]} on rank {rank} is not that of rank 0. DDP keeps equal what "
-            "begins equal: a hook has changed weights from random numbers or data, which differ from rank to rank. Draw "
-            "from a torch.Generator seeded equally on all ranks, or change them on rank 0 and broadcast."
+            f"the ranks hold different weights: {named[index][0]} on rank {rank} is not that of rank 0. What begins "
+            "equal and takes equal steps stays equal. Look for code that changes weights by random numbers or data, which differ "
+            "from rank to rank (draw from a torch.Generator seeded equally, or change them on rank 0 and broadcast); for an "
+            "optimizer or learning rate that depends on the rank; for a communication hook or strategy of your own that does "
+            "not average; with init_sync=False, for models built differently."
         )

@@ -103,7 +103,7 @@ def train_from_own_seed() -> None:
         ({"bucket_cap_mb_list": [1, 0]}, "bucket_cap_mb_list"),
         ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, "bucket_cap_mb and bucket_cap_mb_list"),
         ({"static_graph": True, "find_unused_parameters": True}, "static_graph and find_unused_parameters"),
-        ({"timeout": timedelta(0)}, "timeout=0:00:00: expected a timedelta above 0"),
+        ({"timeout": timedelta(0)}, "timeout=datetime.timedelta(0): expected a timedelta above 0"),
         ({"startup_timeout": timedelta(seconds=-1)}, "startup_timeout"),
         ({"uneven_inputs": "pad"}, "uneven_inputs='pad': expected one of 'error', 'stop', 'join'"),
         ({"uneven_divisor": "mean"}, "uneven_divisor='mean'"),

@@ -140,13 +140,14 @@ def test_what_an_update_inside_the_backward_excludes(
         quiet_trainer(strategy=DDPStrategy(optimizer_in_backward=True, **strategy), **trainer)
 
 
-class Seen(Regression):
-    def configure_gradient_clipping(self, optimizer: Any, *arguments: Any, **keywords: Any) -> None: ...
+HOOKS = ["configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward", "optimizer_step"]
 
 
-def test_a_task_that_changes_gradients_is_refused_with_updates_inside_the_backward() -> None:
-    with pytest.raises(ValueError, match=r"optimizer_in_backward .*configure_gradient_clipping"):
-        train_inside(Seen)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_task_that_may_change_gradients_is_refused_with_updates_inside_the_backward(hook: str) -> None:
+    kind = type("Changes", (Regression,), {hook: lambda self, *arguments: None})
+    with pytest.raises(ValueError, match=rf"optimizer_in_backward with Changes.{hook}"):
+        train_inside(kind)
 
 
 # --- fused kernels ---------------------------------------------------------------------------

@@ -139,6 +139,12 @@ class EvaluationLoop:
                 outputs.append(move_to_device(output, torch.device("cpu")))
             if most is not None and batch_idx + 1 >= most:
                 break
+        else:
+            if loader.length is not None and log.batches.get(index, 0) < loader.length:
+                raise RuntimeError(
+                    f"the {stage.data} loader gave {log.batches.get(index, 0)} batches, but its length is {loader.length}: the "
+                    "result would be that of a part. Correct the dataset (an item that raises StopIteration?) or its __len__."
+                )
         return outputs
 
     def _call(self, moment: str) -> None:

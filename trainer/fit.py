@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..callbacks.wording import counted
+from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
 from .control import STOP, ControlWord
@@ -73,7 +74,14 @@ class FitRun:
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
+        compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
         loop = TrainingLoop(self)
+        if not callable(loop.model):
+            raise TypeError(
+                f"{type(trainer.strategy).__name__}.wrap returned {loop.model!r}: expected what is to be called for a step."
+            )
+        self._first_step = trainer.global_step
+        self._first_batch = trainer.progress.batches_seen
         self._seed_ranks()
         self._call("on_fit_start")  # from here on the loggers know where they go on
         trainer.log_hyperparameters()
@@ -87,7 +95,9 @@ class FitRun:
         return loop
 
     def finish(self) -> None:
-        """Announce the end, and say why it came early."""
+        """Announce the end, and say why it came early, or that it came to nothing."""
+        self.trainer.strategy.check_same_parameters(self.task)
+        self._tell_if_nothing_was_trained()
         self._call("on_train_end")
         if self.stopping:
             reasons = self.trainer.strategy.gather_objects(self.trainer.stop_reason, name="reasons to stop")
@@ -99,6 +109,20 @@ class FitRun:
         folder = self.trainer.run_folder
         if self.trainer.is_global_zero and self.trainer.writes and folder.is_dir() and any(folder.iterdir()):
             self.trainer.print(f"output in {folder}")
+
+    def _tell_if_nothing_was_trained(self) -> None:
+        trainer = self.trainer
+        if trainer.global_step > self._first_step:
+            return
+        if trainer.progress.batches_seen == self._first_batch and self.uneven == "stop":
+            told = "a rank had no data, and with uneven_inputs='stop' all end with it"
+        elif trainer.strategy.scaler is not None:
+            told = "at precision='16-mixed' every step had gradients of inf or NaN, and was skipped. Use bf16-mixed"
+        elif not self.task.automatic_optimization:
+            told = "training_step called no optimizer.step()"
+        else:
+            return
+        trainer.print(f"nothing was trained: {told}")
 
     def has_next_epoch(self) -> bool:
         """Move to the next epoch, if there is one to be trained."""
@@ -125,7 +149,9 @@ class FitRun:
                 "loss and decides whether a step is taken, which the task would pass over. Use bf16-mixed, which needs no "
                 "scaling."
             )
-        own = self._overridden("optimizer_step", "configure_gradient_clipping")
+        own = self._overridden(
+            "optimizer_step", "configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward"
+        )
         if strategy.optimizer_in_backward and own:
             raise ValueError(
                 f"optimizer_in_backward with {type(self.task).__name__}.{own}: when it is called, the parameters are updated "

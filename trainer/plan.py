@@ -32,6 +32,8 @@ class RunPlan:
     total_steps: float
     dataset_size: int | None = None
     """Samples to train on, in all."""
+    order: str | None = None
+    """What puts them in order, where we deal them."""
     remarks: Mapping[str, str] = field(default_factory=dict[str, str])
     """What to know about the loaders, by a word for what it is about: samples left out, loaders that nobody deals."""
 
@@ -65,7 +67,7 @@ def make_plan(
         remarks[label] = "; ".join(other.remarks())
     return RunPlan(
         ranks, loader.batch_size, config.accumulate_grad_batches, length, epochs,
-        total if math.isinf(total) else int(total), loader.dataset_size,
+        total if math.isinf(total) else int(total), loader.dataset_size, loader.order,
         {label: text for label, text in remarks.items() if text},
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..strategies import process_groups
 from ..strategies.error_file import record_error
 from ..strategies.launch import refuse_import_of_main, relaunch
+from .agreement import compare, options_of
 from .callback_list import with_callbacks_of
 from .checkpoint.weights import own_buffers
 from .data_module import DataModule
@@ -101,7 +102,8 @@ def check_initialized(task: Task) -> None:
 
 
 def _agree(trainer: Trainer) -> None:
-    """One seed and one run folder for all ranks, decided by rank 0 once."""
+    """The same options on all ranks; one seed and one run folder, decided by rank 0 once."""
+    compare(trainer.strategy, options_of(trainer.config, trainer.strategy), "options")
     seed = trainer.config.seed
     if seed is None:
         # What the program seeded torch with, or the random number torch seeded itself with.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .ordered import Bucket, OrderedHook
-from .reduction import Wire
+from .reduction import Wire, checked_wire
 
 
 class Compressed(OrderedHook):
@@ -18,7 +18,7 @@ class Compressed(OrderedHook):
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()
-        self.wire = wire
+        self.wire = checked_wire(wire)
 
     def mean(self, bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
         """The wire's mean."""

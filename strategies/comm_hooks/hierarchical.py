@@ -8,7 +8,7 @@ from torch import Tensor
 from .hook import HookContext
 from .nodes import Nodes
 from .ordered import Bucket, OrderedHook
-from .reduction import Plain, Wire
+from .reduction import Plain, Wire, checked_wire
 
 
 class Hierarchical(OrderedHook):
@@ -27,7 +27,7 @@ class Hierarchical(OrderedHook):
 
     def __init__(self, between: Wire | None = None, *, ranks_per_node: int | None = None) -> None:
         super().__init__()
-        self.between = between or Plain()
+        self.between = Plain() if between is None else checked_wire(between)
         self.ranks_per_node = ranks_per_node
         self._nodes: Nodes | None = None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .hook import HookContext
 from .ordered import Bucket, OrderedHook
-from .reduction import Plain, Wire
+from .reduction import Plain, Wire, checked_wire
 
 
 class PowerSGD(OrderedHook):
@@ -45,14 +45,14 @@ class PowerSGD(OrderedHook):
     lanes: ClassVar[int] = 2
 
     def __init__(self, rank: int = 4, *, start_step: int = 10, wire: Wire | None = None) -> None:
-        if rank < 1:
-            raise ValueError(f"rank={rank}: expected 1 or more columns; 4 is a good start.")
+        if not isinstance(rank, int) or rank < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"rank={rank!r}: expected 1 or more columns; 4 is a good start.")
         if start_step < 0:
             raise ValueError(f"start_step={start_step}: expected 0 or more steps with the plain mean.")
         super().__init__()
         self.rank = rank
         self.start_step = start_step
-        self.wire = wire or Plain()
+        self.wire = Plain() if wire is None else checked_wire(wire)
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
 

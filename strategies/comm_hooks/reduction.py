@@ -23,6 +23,17 @@ class Wire(ABC):
         """
 
 
+def checked_wire(wire: Wire) -> Wire:
+    """The wire.
+
+    Raises:
+        TypeError: it is a class, a name, or something else.
+    """
+    if not isinstance(wire, Wire):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"wire={wire!r}: expected an object such as FP16(), BF16(), Int8() or Plain().")
+    return wire
+
+
 class Plain(Wire):
     """One all-reduce in the tensor's own type: what DDP does without a hook, to the bit."""
 

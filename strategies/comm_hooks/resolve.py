@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -59,6 +60,12 @@ def resolve(comm_hook: str | CommHook | Callable[..., Any] | None, state: Any = 
         raise TypeError(
             f"comm_hook is {what}: expected a name ({', '.join(NAMES)}), a CommHook object, or a function (state, bucket)."
         )
+    try:
+        inspect.signature(comm_hook).bind(state, None)
+    except TypeError:
+        raise TypeError(f"comm_hook={comm_hook!r} can't be called with (state, bucket).") from None
+    except ValueError:  # built in, without a signature
+        pass
     return FunctionHook(comm_hook, state)
 
 
@@ -77,4 +84,18 @@ class FunctionHook(CommHook):
                 "mean. Return `dist.all_reduce(…, async_op=True).get_future().then(…)`; or, where the tensor is there "
                 "already, `future = torch.futures.Future(); future.set_result(tensor); return future`."
             )
-        return cast("torch.futures.Future[Tensor]", future)
+        expected = bucket.buffer().dtype
+
+        def single(done: torch.futures.Future[Any]) -> Tensor:
+            value = done.value()
+            if isinstance(value, (list, tuple)) and len(cast("list[Any]", value)) == 1:
+                value = cast("list[Any]", value)[0]  # what an asynchronous all_reduce gives
+            if not isinstance(value, Tensor) or value.dtype != expected:
+                what = value.dtype if isinstance(value, Tensor) else type(cast("object", value)).__name__
+                raise TypeError(
+                    f"the comm hook {self.function!r} gave a future of {what}: expected a tensor of {expected}, the mean of "
+                    "bucket.buffer()."
+                )
+            return value
+
+        return cast("torch.futures.Future[Any]", future).then(single)

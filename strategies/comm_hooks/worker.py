@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class ThreadWorker:
             try:
                 # After a failure this rank has left out a collective: another one would be paired with a wrong one.
                 if failure is None:
-                    value = work()
+                    value = tensor_of(work())
             except Exception as error:
                 failure = error
             with self._lock:
@@ -99,11 +99,25 @@ class StreamWorker:
     def submit(self, work: Work) -> torch.futures.Future[Tensor]:
         """Issue the work; the future is complete at once, and its reader's stream waits for the device."""
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
-        future.set_result(work())
+        future.set_result(tensor_of(work()))
         return future
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+def tensor_of(value: Any) -> Tensor:
+    """The tensor that a hook or a wire returned.
+
+    Raises:
+        TypeError: it returned something else, or nothing.
+    """
+    if isinstance(value, Tensor):
+        return value
+    raise TypeError(
+        f"the communication hook's mean returned {type(value).__name__}: expected the tensor with the mean, also where it was "
+        "reduced in place (`return tensor`)."
+    )
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

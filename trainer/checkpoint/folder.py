@@ -232,7 +232,8 @@ def newest_intact(folders: Iterable[Path]) -> Path | None:
                         continue
                     created, step = _created_at(manifest), int(manifest["step"])
                 except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                    created, step = datetime.min.replace(tzinfo=timezone.utc), -1  # verifying it says what is wrong
+                    # By the file's time, so that it has its turn: verifying it says what is wrong.
+                    created, step = datetime.fromtimestamp(entry.stat().st_mtime, timezone.utc), -1
                 found.append((created, step, entry))
     for _, _, path in sorted(found, reverse=True):
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .folder import Checkpoint, CheckpointError, newest_intact, read_checkpoint
 
 if TYPE_CHECKING:
+    from ...callbacks.model_checkpoint import ModelCheckpoint
     from ..trainer import Trainer
 
 
@@ -63,10 +64,16 @@ def read(trainer: Trainer, ckpt_path: str | os.PathLike[str]) -> Checkpoint:
     if ckpt_path not in ("best", "last"):
         return read_checkpoint(ckpt_path)
     callback = trainer.checkpoint_callback
-    path = "" if callback is None else callback.best_model_path if ckpt_path == "best" else _last_path(trainer)
+    path = "" if callback is None else _best_path(trainer, callback) if ckpt_path == "best" else _last_path(trainer)
     if not path:
         raise CheckpointError(f"ckpt_path={ckpt_path!r}: this Trainer's ModelCheckpoint has saved none. Give a path.")
     return read_checkpoint(path)
+
+
+def _best_path(trainer: Trainer, callback: ModelCheckpoint) -> str:
+    """The best checkpoint of this run, or of one before in the same folder, by its link; empty: there is none."""
+    link = callback.folder(trainer) / "best"
+    return callback.best_model_path or (os.fspath(link.resolve()) if link.is_dir() else "")
 
 
 def _last_path(trainer: Trainer) -> str:

@@ -40,6 +40,7 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
         return state
     state |= {
         "progress": progress.state_dict(),
+        "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": {
@@ -72,6 +73,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
         )
     try:
         strategy.synchronize(task)  # what is saved is what all go on with
+        strategy.check_same_parameters(task)
         checkpoint = training_state(trainer, weights_only=weights_only)
         checkpoint["state_dict"] = strategy.model_state(task)
         for callback in trainer.callbacks:
@@ -149,6 +151,7 @@ _PLACES = {
     "world_size": ("on", "rank", "number of ranks"),
     "accumulate_grad_batches": ("with windows of", "micro-batch", "accumulate_grad_batches"),
     "dataset_size": ("with a training set of", "sample", "data"),
+    "order": ("with samples in the order of", "", "shuffle or sampler"),
 }
 
 
@@ -162,6 +165,13 @@ def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Traine
                 f"{checkpoint.path} holds {counted(len(state[key]), what)}, configure_optimizers returned {len(mine)}: expected "
                 "the same."
             )
+    for theirs, optimizer in zip(state.get("optimizers", ()), trainer.optimizers, strict=False):
+        if theirs != type(optimizer).__name__:
+            raise CheckpointError(
+                f"{checkpoint.path} holds the state of {theirs}, configure_optimizers returned {type(optimizer).__name__}: "
+                "expected the same. To go on with another optimizer, load the weights with load_from_checkpoint, and start "
+                "a new run."
+            )
     progress = state["progress"]
     if not progress["batch_idx"] or progress["epochs_done"] > progress["epoch"]:
         return
@@ -169,14 +179,18 @@ def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Traine
         theirs = state.get(key, here)  # older checkpoints don't say
         if theirs != here:
             before, noun, same = _PLACES[key]
-            then, now = (
-                f"{before} {'an unknown number' if value is None else counted(value, noun)}" for value in (theirs, here)
-            )
+            then, now = (f"{before} {_amount(value, noun)}" for value in (theirs, here))
             raise CheckpointError(
                 f"{checkpoint.path} was taken inside epoch {progress['epoch']} {then}; resuming inside an epoch {now} is not "
                 f"supported yet, since what is left of it would differ. Use the same {same}, or a checkpoint of an epoch's "
                 "end."
             )
+
+
+def _amount(value: Any, noun: str) -> str:
+    if isinstance(value, str):
+        return value
+    return "an unknown number" if value is None else counted(value, noun)
 
 
 def inside_epoch(trainer: Trainer) -> dict[str, Any]:
@@ -187,4 +201,5 @@ def inside_epoch(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "accumulate_grad_batches": trainer.config.accumulate_grad_batches,
         "dataset_size": None if plan is None else plan.dataset_size,
+        "order": None if plan is None else plan.order,
     }

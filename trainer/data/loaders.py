@@ -52,6 +52,16 @@ class PreparedLoader:
     read_by_all: bool = False
     """Whether nobody deals the samples to the ranks, so that each reads all that the loader gives."""
 
+    @property
+    def order(self) -> str | None:
+        """What puts the samples in order; None where they are not dealt by us."""
+        if self.shard is None:
+            return None
+        order = self.shard.order
+        if isinstance(order, ShuffledOrder):
+            return "a shuffle"
+        return type(order.sampler).__name__ if isinstance(order, SeededOrder) else "the dataset"
+
     def remarks(self) -> list[str]:
         """What whoever reads numbers of this loader should know."""
         found: list[str] = []
