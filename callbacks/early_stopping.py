@@ -61,6 +61,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         """The epoch in which it stopped the run; 0 before."""
         self._best = math.nan
+        self._resumed = False
 
     @property
     def best_score(self) -> Tensor:
@@ -80,6 +81,13 @@ class EarlyStopping(Callback):
         """Go on waiting where the run before had got to."""
         self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
         self._best = state_dict["best_score"]
+        self._resumed = True
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        """Stop a resumed run that had been stopped, unless there is more patience now."""
+        if self._resumed and self.wait_count >= max(1, self.patience):
+            trainer.stop(self._worn_out())
+        self._resumed = False
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
         """Check after a validation inside an epoch."""
@@ -119,7 +127,10 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count < max(1, self.patience):
             return ""
-        return f"{name} has not been better than {self._best:.6g} for {counted(self.wait_count, 'check')}"
+        return self._worn_out()
+
+    def _worn_out(self) -> str:
+        return f"{self.monitor} has not been better than {self._best:.6g} for {counted(self.wait_count, 'check')}"
 
     def _improve(self, value: float) -> None:
         self._best, self.wait_count = value, 0

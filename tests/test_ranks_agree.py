@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_ranks import errors_of_ranks, run_ranks
-from samestep.callbacks import ModelCheckpoint
+from samestep.callbacks import EarlyStopping, ModelCheckpoint
 from samestep.strategies import DDPStrategy, ProcessGroupStrategy
 from samestep.strategies.comm_hooks import FP16, Bucket, Compressed, Int8, OrderedHook, PowerSGD, Wire, resolve
 from samestep.trainer import CheckpointError, Task
+from samestep.trainer.checkpoint import newest_intact
 from tasks import Regression, ScalarWeight, loader, parameters_of, quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
@@ -282,6 +283,36 @@ def test_an_infinite_value_never_displaces_a_finite_one(tmp_path: Any) -> None:
         trainer.fit(Diverges(), loader(8, 2), loader(8, 2))
         assert keep.best_model_path.endswith("step-00000004")
         assert os.path.isdir(keep.best_model_path)
+
+
+class Stands(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("v", 1.0)
+
+
+@pytest.mark.parametrize("patience", [1, 4])
+def test_a_run_that_was_stopped_stays_stopped_unless_there_is_more_patience(tmp_path: Any, patience: int) -> None:
+    def run(patience: int) -> int:
+        callbacks = [ModelCheckpoint(), EarlyStopping("v", patience=patience)]
+        trainer = quiet_trainer(
+            max_epochs=9, precision=64, callbacks=callbacks, enable_checkpointing=True, default_root_dir=str(tmp_path)
+        )
+        trainer.fit(Stands(), loader(8, 2), loader(8, 2), ckpt_path="auto")
+        return trainer.progress.epochs_done
+
+    assert run(1) == 2
+    assert run(patience) == {1: 2, 4: 5}[patience]
+    assert run(patience) == {1: 2, 4: 5}[patience]
+
+
+def test_a_damaged_manifest_is_named_when_it_is_passed_over(tmp_path: Any) -> None:
+    fit_with(tmp_path, Regression(), loader(8, 2), max_epochs=2, precision=64)
+    newest = max(tmp_path.glob("step-*"))
+    manifest = newest / "manifest.json"
+    manifest.write_text(manifest.read_text("utf-8").replace('"step"', '"stop"'), "utf-8")
+    (newest / "model.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning, match=f"passed over: .*{newest.name}"):
+        assert newest_intact([tmp_path]) == sorted(tmp_path.glob("step-*"))[-2]
 
 
 def test_an_evaluation_that_ends_short_is_an_error() -> None:

@@ -92,6 +92,8 @@ class FitRun:
         self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         trainer.training, trainer.active_log = True, loop.log
         self._call("on_train_start")
+        if self._checkpoint is not None and self.control.settle() & STOP:
+            self.stopping = True  # the run before had been stopped, and saved when it was
         return loop
 
     def finish(self) -> None:
