@@ -300,6 +300,7 @@ def table(every: list[Result]) -> str:
         "by hand in one process. `=`: equal to rounding (1e-12, float64); a number: the largest difference of a parameter",
         "that is allowed, relative to the largest parameter, since one of the two rounds or compresses; `refused`: an error",
         "when the Trainer is built (below); `·`: two values of one option. The ranks hold the same bits in every pair.",
+        "The bucket list ends with a bucket of 1 MiB: `compile` refuses a list of smaller ones.",
         "",
         "| | " + " | ".join(marks.values()) + " |",
         "|---|" + "---|" * len(names),
