@@ -136,8 +136,8 @@ class Strategy:
         """
         return step.forward
 
-    def check_same_parameters(self, module: nn.Module) -> None:
-        """Raise on every rank if the parameters differ from rank to rank."""
+    def check_same_parameters(self, module: nn.Module, *, name: str = "parameters of the epoch") -> None:
+        """Raise on every rank if the parameters differ from rank to rank. `name` is that of the collective."""
 
     def patience(self) -> AbstractContextManager[None]:
         """The collectives inside wait for as long as it takes."""

@@ -275,7 +275,7 @@ class DDPStrategy(ProcessGroupStrategy):
             self.broadcast_module(step)  # nothing to reduce: DDP refuses such a module
             return step.forward
         if not arguments.init_sync:
-            check_same_parameters(step, self.all_gather)
+            check_same_parameters(step, partial(self.all_gather, name="parameters to begin with"))
         self._manual, self._settled = manual, False
         self._learns_graph = arguments.static_graph
         if self.compile == "before_ddp":
@@ -317,10 +317,10 @@ class DDPStrategy(ProcessGroupStrategy):
             self._batchnorm_group = cast("dist.ProcessGroup", dist.new_group(timeout=self.timeout))
         return self._batchnorm_group
 
-    def check_same_parameters(self, module: nn.Module) -> None:
+    def check_same_parameters(self, module: nn.Module, *, name: str = "parameters of the epoch") -> None:
         """Compare the parameters' sums over the ranks, where they must be equal."""
         if self.comm_hook is None or not self.comm_hook.ranks_differ:
-            check_same_parameters(module, self.all_gather)
+            check_same_parameters(module, partial(self.all_gather, name=name))
 
     def synchronize(self, module: nn.Module) -> None:
         """Make parameters equal where a communication hook lets them differ, and give every rank rank 0's buffers."""

@@ -72,7 +72,7 @@ def check_same_parameters(module: nn.Module, all_gather: Callable[..., Tensor]) 
         return
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for _, tensor in named]
     sums = torch.stack([torch.stack([t.double().sum(), t.double().abs().sum()]) for t in real])
-    every = all_gather(sums, name="parameters of the epoch").nan_to_num()
+    every = all_gather(sums).nan_to_num()
     differs = (every != every[0]).any(dim=2).cpu()  # [ranks, parameters]
     if differs.any():
         rank, index = (int(number) for number in differs.nonzero()[0])

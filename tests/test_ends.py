@@ -199,7 +199,7 @@ def test_a_checkpoint_that_one_rank_saves_alone_ends_all_and_says_why(hook: str,
     errors = errors_of_ranks(save_on_rank_0_in, 2, hook, timeout=50)
     told = [error for error in errors if "the ranks are at different places" in error]
     assert told
-    assert "checkpoint staging (rank 0)" in told[0]
+    assert "parameters of the checkpoint (rank 0)" in told[0]
     assert "(rank 1)" in told[0]
     assert "not under `if trainer.is_global_zero:`" in told[0]
 

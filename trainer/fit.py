@@ -98,7 +98,7 @@ class FitRun:
 
     def finish(self) -> None:
         """Announce the end, and say why it came early, or that it came to nothing."""
-        self.trainer.strategy.check_same_parameters(self.task)
+        self.trainer.strategy.check_same_parameters(self.task, name="parameters at the end")
         self._tell_if_nothing_was_trained()
         self._call("on_train_end")
         if self.stopping:

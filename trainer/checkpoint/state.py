@@ -73,7 +73,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
         )
     try:
         strategy.synchronize(task)  # what is saved is what all go on with
-        strategy.check_same_parameters(task)
+        strategy.check_same_parameters(task, name="parameters of the checkpoint")
         checkpoint = training_state(trainer, weights_only=weights_only)
         checkpoint["state_dict"] = strategy.model_state(task)
         for callback in trainer.callbacks:
