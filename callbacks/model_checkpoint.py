@@ -194,7 +194,7 @@ class ModelCheckpoint(Callback):
                 self._save(trainer)
             elif time.monotonic() - self._saved_at > self.train_time_interval.total_seconds():
                 trainer.request_timed_save()
-        elif self._step_is_due(trainer) and not trainer.is_last_batch:
+        elif self.every_n_train_steps is not None and self._step_is_due(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:

@@ -47,8 +47,8 @@ class ProgressBar(Callback):
         if terminal:
             self._bar = _bar(trainer.num_training_batches, _epoch(trainer), trainer.progress.batch_idx)
 
-    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Show, when it is time to."""
+    def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
+        """Show, when it is time to. Not after each batch: for a hook there, the loss is detached."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._interval

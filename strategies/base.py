@@ -73,11 +73,14 @@ class Strategy:
     """Whose mean a gradient is when some ranks have run out of data; see `DDPStrategy`."""
     fused_optimizer: bool | Literal["auto"] = "auto"
     """Whether optimizers use torch's fused kernels; see `fused.choose_fused`."""
+    compiles: bool = False
+    """Whether the step is compiled."""
     optimizer_in_backward: bool = False
     """Whether parameters are updated while the backward goes on; see `DDPStrategy`."""
     source: int = 0
     """The rank whose buffers are the model's: 0, or where that has run out of data, one that has not."""
     _scale: float = 0.0
+    _computes: torch.dtype | None = None
 
     @property
     def rank(self) -> int:
@@ -111,6 +114,7 @@ class Strategy:
             )
         self.environment, self.device, self.precision = environment, device, precision
         self.scaler = precision.make_scaler(device.type)
+        self._computes = precision.computes
         self._scale = 0.0 if self.scaler is None else self.scaler.get_scale()
 
     def check_step(self, *, accumulation: int, clip_limit: float | None, clip_algorithm: str) -> None:
@@ -164,7 +168,7 @@ class Strategy:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which forward and backward compute in the precision's types."""
-        return self.precision.autocast(self.device.type)
+        return _NOTHING if self._computes is None else torch.autocast(self.device.type, self._computes)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of `loss` (a scalar) to the parameters' `.grad`; scaled, where there is a `scaler`."""

@@ -128,6 +128,7 @@ class DDPStrategy(ProcessGroupStrategy):
         )  # fmt: skip
         self.sync_batchnorm = sync_batchnorm
         self.compile, self.compile_options = compile, dict(compile_options or {})
+        self.compiles = compile != "off"
         self.comm_hook = comm_hooks.resolve(comm_hook, comm_hook_state)
         self.uneven_inputs, self.uneven_divisor = uneven_inputs, uneven_divisor
         self.fused_optimizer, self.optimizer_in_backward = fused_optimizer, optimizer_in_backward
@@ -428,7 +429,7 @@ class DDPStrategy(ProcessGroupStrategy):
         model = self.model
         if model is None or self._manual:
             return super().optimizer_step(optimizer)
-        check_reduced(model, self.rank)
+        check_reduced(model)
         if self._in_backward is not None:
             self._in_backward.step()
             stepped = True

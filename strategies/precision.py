@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +13,6 @@ NAMES = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 _ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 _STORED = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _COMPUTED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -75,11 +72,10 @@ class Precision:
                 if buffer.is_floating_point():
                     setattr(child, name, buffer.to(dtype))
 
-    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """The context around forward and backward."""
-        if self.name not in _COMPUTED:
-            return _NOTHING
-        return torch.autocast(device_type, _COMPUTED[self.name])
+    @property
+    def computes(self) -> torch.dtype | None:
+        """The type that autocast brings the forward to; None: that of its inputs."""
+        return _COMPUTED.get(self.name)
 
     def make_scaler(self, device_type: str) -> torch.amp.GradScaler | None:
         """The scaler of the loss; None where nothing is scaled."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,7 +68,7 @@ class UsedParameters:
             raise _unused(found.removeprefix(", "))
 
 
-def check_reduced(model: DistributedDataParallel, rank: int) -> None:
+def check_reduced(model: DistributedDataParallel) -> None:
     """See, between backward and optimizer step, that every gradient of a wrapped model was reduced.
 
     Raises:
@@ -86,7 +87,7 @@ def check_reduced(model: DistributedDataParallel, rank: int) -> None:
         trainable = [name.removeprefix("task.") for name, parameter in named if parameter.requires_grad]
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         names = ", ".join(trainable[int(index)] for index in found[1].split()) if found else "(torch does not say)"
-        raise _unused(names, f"rank {rank}: ") from error
+        raise _unused(names, f"rank {dist.get_rank()}: ") from error
 
 
 def _unused(names: str, where: str = "") -> RuntimeError:

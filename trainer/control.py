@@ -28,7 +28,7 @@ class ControlWord:
     """The flags of this rank, and what all ranks agreed on."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        self._strategy, self._alone = strategy, strategy.world_size == 1
         self._raised = 0
         self._pending: Pending | None = None
         # Steps from one word to the next, and to go. Starts with every step: a step may take minutes.
@@ -50,7 +50,7 @@ class ControlWord:
 
     def poll(self) -> int:
         """Return the flags that all ranks agreed on. Called by every rank after every step."""
-        if self._strategy.world_size == 1:
+        if self._alone:
             self.agreed, self._raised = self._raised, 0
             return self.agreed
         self._steps += 1

@@ -59,7 +59,8 @@ class FitRun:
         """Batches of an epoch, on every rank; None where it can't be known."""
         self._max_steps = config.max_steps if config.max_steps >= 0 else _NEVER
         self._validation_interval = self._interval()
-        self._next_validation = _NEVER
+        self.next_validation = _NEVER
+        """The batch of the epoch behind which a validation is due."""
         self._evaluation: EvaluationLoop | None = None
         if val_loaders:
             self._evaluation = EvaluationLoop(trainer, task, hooks, VALIDATION, val_loaders, transfer)
@@ -351,20 +352,15 @@ class FitRun:
     def _plan_validation(self, length: int | None) -> None:
         config, progress, interval = self.trainer.config, self.trainer.progress, self._validation_interval
         every = config.check_val_every_n_epoch
-        self._next_validation = _NEVER
+        self.next_validation = _NEVER
         if self._evaluation is None or (every is not None and (progress.epoch + 1) % every):
             return
         if interval is None:
-            self._next_validation = _NEVER if length is None else length
+            self.next_validation = _NEVER if length is None else length
         elif every is None:
-            self._next_validation = progress.batch_idx + max(1, interval - progress.batches_since_validation)
+            self.next_validation = progress.batch_idx + max(1, interval - progress.batches_since_validation)
         else:
-            self._next_validation = (progress.batch_idx // interval + 1) * interval
-
-    def validation_due(self, length: int | None) -> bool:
-        """Whether to validate now, inside the epoch. At its last batch, the end of the epoch does it."""
-        batch_idx = self.trainer.progress.batch_idx
-        return batch_idx >= self._next_validation and batch_idx != length
+            self.next_validation = (progress.batch_idx // interval + 1) * interval
 
     def _validation_due_at_end(self) -> bool:
         if self._evaluation is None:
@@ -372,7 +368,7 @@ class FitRun:
         every = self.trainer.config.check_val_every_n_epoch
         if self._validation_interval is None:
             return every is None or (self.trainer.progress.epoch + 1) % every == 0
-        return self.trainer.progress.batch_idx >= self._next_validation
+        return self.trainer.progress.batch_idx >= self.next_validation
 
     def validate(self, log: MetricLog) -> None:
         """Validate, step what steps with validations, and come back to training."""
@@ -391,7 +387,7 @@ class FitRun:
         progress.batches_since_validation = 0
         progress.validations += 1
         if self._validation_interval is not None:
-            self._next_validation += self._validation_interval
+            self.next_validation += self._validation_interval
         for config in self.schedulers("validation"):
             if progress.validations % config.frequency == 0:
                 self.step_scheduler(config)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..strategies.base import Strategy
 from ..strategies.clipping import parameters_of
 from .control import STOP
 from .data.uneven import uneven_windows
@@ -75,11 +76,13 @@ class TrainingLoop:
         if overrides(self.task, "backward", Task):
             self.backward = self.task.backward
         self.zero_grad = self._zero_grad_of_task if overrides(self.task, "optimizer_zero_grad", Task) else zero_grad
+        kind = type(self.strategy)
+        self.unscales = self.strategy.scaler is not None or kind.unscale_gradients is not Strategy.unscale_gradients
         self.clips_itself = overrides(self.task, "configure_gradient_clipping", Task)
         self.steps_itself = overrides(self.task, "optimizer_step", Task)
         self.take_step = self.train_step if self.task.automatic_optimization else self.manual_step
         self.train_window = self.take_step if run.uneven is None else self.uneven_step
-        self.logged_in_graph = self.task.logged_in_graph
+        self.logged_in_graph = self.task.logged_in_graph = [] if self.strategy.compiles else None
         self.log = MetricLog(self.strategy, self.task, weighted_steps=self.window > 1)
         self.steps_happened = 0  # counted by hooks on the optimizers, where the task calls them itself
         if self.steps_itself or not self.task.automatic_optimization:
@@ -145,7 +148,8 @@ class TrainingLoop:
         """Clip once, step once, and move what moves with steps: the counter and the step schedulers."""
         if self.weighted is not False:
             self.finish_weights(optimizer)
-        self.strategy.unscale_gradients(optimizer)
+        if self.unscales:
+            self.strategy.unscale_gradients(optimizer)
         for hook in self.hooks.on_before_optimizer_step:
             hook(self.trainer, self.task, optimizer)
         if self.clips_itself:
@@ -241,7 +245,7 @@ class TrainingLoop:
                 trainer.stop("max_time is over")
             if control.poll() & STOP:
                 run.stopping = True
-            if run.validation_due(length):
+            if run.next_validation <= progress.batch_idx != length:  # at an epoch's last batch, its end does it
                 run.validate(log)
             for hook in self.hooks.on_train_step_end:
                 hook(trainer, self.task)
@@ -293,9 +297,10 @@ class TrainingLoop:
 
     def record_logged(self) -> None:
         """Take what a compiled step logged: `self.log` in it only notes the values, which breaks no graph."""
-        for name, value, flags, batch_size in self.logged_in_graph:
+        noted = self.logged_in_graph or []
+        for name, value, flags, batch_size in noted:
             self.log.record(name, value, flags, batch_size)
-        self.logged_in_graph.clear()
+        noted.clear()
 
     def _zero_grad_of_task(self, optimizer: torch.optim.Optimizer) -> None:
         self.task.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)

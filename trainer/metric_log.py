@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -227,6 +227,8 @@ class MetricLog:
         if not self.has_batch:
             entries = []  # of an earlier step: the values of this one are those of the ranks that have data
         self._reduced_step = self.step
+        if self._strategy.world_size == 1:  # nothing to agree on: this is in one step of many, and still adds up
+            return self._sorted({entry.name: _step_value(entry) for entry in entries}, "step")
         return self._reduce({entry.name: _step_row(entry) for entry in entries}, {}, "step")
 
     def reduce_epoch(self, *, with_step: bool = False) -> Logged:
@@ -292,9 +294,13 @@ class MetricLog:
                 if agreed.flags:
                     _share_state_types(self._strategy, metric)
                 values[name.name] = _compute(name.name, metric)
+        return self._sorted(values, when)
+
+    def _sorted(self, values: Mapping[str, float], when: str) -> Logged:
+        """Reduced values, by where they go."""
         result = Logged()
         for name, value in values.items():
-            entry = entries[name]
+            entry = self._entries[name]
             public = f"{name}_{when}" if entry.suffixed else name
             if entry.logger and (when == "step" or entry.on_epoch):  # no step is logged twice
                 result.for_logger[public] = value
@@ -320,6 +326,13 @@ class MetricLog:
     def unshared_names(self) -> list[str]:
         """Names whose values differ from rank to rank, which nothing may monitor."""
         return [name for name, entry in self._entries.items() if not entry.shared and self._strategy.world_size > 1]
+
+
+def _step_value(entry: Entry) -> float:
+    """The step's value of this rank alone."""
+    if len(entry.step_values) == 1:
+        return float(entry.step_values[0][0])
+    return _step_row(entry).local_value()
 
 
 def _step_row(entry: Entry) -> Row:

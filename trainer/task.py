@@ -37,8 +37,8 @@ class Task(HyperparametersMixin, nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Trainer | None = None
-        self.logged_in_graph: list[tuple[str, Any, Any, int | None]] = []
-        """What a compiled step has logged, until the loop takes it."""
+        self.logged_in_graph: list[tuple[str, Any, Any, int | None]] | None = None
+        """What a compiled step has logged, until the loop takes it; None: the step is not compiled."""
 
     # --- what you write --------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Task(HyperparametersMixin, nn.Module):
                 "graph alive, and reductions go over all ranks."
             )
         flags = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
-        if torch.compiler.is_compiling():
+        if self.logged_in_graph is not None and torch.compiler.is_compiling():
             self.logged_in_graph.append((name, value, flags, batch_size))
             return
         log = None if self._trainer is None else self._trainer.active_log

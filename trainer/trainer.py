@@ -517,12 +517,13 @@ class Trainer:
         if self.sanity_checking:
             return
         self._unshared.update(log.unshared_names())
-        self.callback_metrics |= _tensors(logged.for_callbacks)
+        tensors = _tensors(logged.for_callbacks)
+        self.callback_metrics |= tensors
         self.metric_steps |= dict.fromkeys(logged.for_callbacks, self.global_step)
         self.progress_bar_metrics |= logged.for_progress_bar
         if not logged.for_logger:
             return
-        self.logged_metrics |= _tensors(logged.for_logger)
+        self.logged_metrics |= tensors if logged.for_logger == logged.for_callbacks else _tensors(logged.for_logger)
         if self.is_global_zero:
             for logger in self.loggers:
                 logger.log_metrics(logged.for_logger, step=self.global_step)
