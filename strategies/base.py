@@ -117,7 +117,7 @@ class Strategy:
         self._computes = precision.computes
         self._scale = 0.0 if self.scaler is None else self.scaler.get_scale()
 
-    def check_step(self, *, accumulation: int, clip_limit: float | None, clip_algorithm: str) -> None:
+    def check_step(self, *, accumulation: int, clip_limit: float | None) -> None:
         """Refuse what can't go together with these options of the Trainer. Called at its construction."""
 
     def setup(self) -> None:

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-ALGORITHMS = ("norm", "value")
-
 
 def clip_gradients(parameters: Iterable[Tensor], limit: float, algorithm: str) -> Tensor | None:
     """Clip the gradients in place, and return their norm before clipping.

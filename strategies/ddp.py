@@ -27,7 +27,7 @@ from .manual_backward import OurBackwards
 from .optimizer_in_backward import OptimizerInBackward
 from .precision import Precision
 from .process_group_strategy import ProcessGroupStrategy
-from .same_model import check_same_model, check_same_parameters
+from .same_model import check_same_model
 from .used_parameters import UsedParameters, check_reduced
 
 _NOTHING = nullcontext()
@@ -191,7 +191,7 @@ class DDPStrategy(ProcessGroupStrategy):
         ))  # fmt: skip
         super().place(environment, device, precision)
 
-    def check_step(self, *, accumulation: int, clip_limit: float | None, clip_algorithm: str) -> None:
+    def check_step(self, *, accumulation: int, clip_limit: float | None) -> None:
         """Refuse what an update inside the backward can't wait for."""
         on = self.optimizer_in_backward
         refuse_pairs((
@@ -276,7 +276,7 @@ class DDPStrategy(ProcessGroupStrategy):
             self.broadcast_module(step)  # nothing to reduce: DDP refuses such a module
             return step.forward
         if not arguments.init_sync:
-            check_same_parameters(step, partial(self.all_gather, name="parameters to begin with"))
+            super().check_same_parameters(step, name="parameters to begin with")
         self._manual, self._settled = manual, False
         self._learns_graph = arguments.static_graph
         if self.compile == "before_ddp":
@@ -319,9 +319,9 @@ class DDPStrategy(ProcessGroupStrategy):
         return self._batchnorm_group
 
     def check_same_parameters(self, module: nn.Module, *, name: str = "parameters of the epoch") -> None:
-        """Compare the parameters' sums over the ranks, where they must be equal."""
+        """Compare them, unless a communication hook lets them differ for some steps."""
         if self.comm_hook is None or not self.comm_hook.ranks_differ:
-            check_same_parameters(module, partial(self.all_gather, name=name))
+            super().check_same_parameters(module, name=name)
 
     def synchronize(self, module: nn.Module) -> None:
         """Make parameters equal where a communication hook lets them differ, and give every rank rank 0's buffers."""

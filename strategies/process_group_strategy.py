@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import process_groups
 from .base import Pending, Strategy
 from .environment import Environment
 from .precision import Precision
+from .same_model import check_same_parameters
 
 T = TypeVar("T")
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -68,6 +70,10 @@ class ProcessGroupStrategy(Strategy):
         self._allowed = timeout
         for group in (self.groups.training, self.groups.control):
             _set_timeout(timeout, group)
+
+    def check_same_parameters(self, module: nn.Module, *, name: str = "parameters of the epoch") -> None:
+        """Compare the parameters' sums over the ranks: whatever a strategy does in a step, they are equal behind it."""
+        check_same_parameters(module, partial(self.all_gather, name=name))
 
     @contextmanager
     def patience(self) -> Generator[None]:

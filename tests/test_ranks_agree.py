@@ -110,6 +110,27 @@ def test_a_strategy_that_reduces_no_gradients_is_refused() -> None:
         assert "reduces no gradients, so each rank would train on its own" in error
 
 
+class StepsAlone(ProcessGroupStrategy):
+    """Overrides the step, and forgets to average."""
+
+    def optimizer_step(self, optimizer: Any) -> bool:
+        return super().optimizer_step(optimizer)
+
+
+class OwnBatches(Regression):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + this_rank())
+
+
+def train_steps_alone() -> None:
+    quiet_trainer(max_epochs=1, precision=64, strategy=StepsAlone(), seed=1).fit(OwnBatches(), loader(8, 2))
+
+
+def test_a_strategy_of_ones_own_whose_ranks_part_is_found() -> None:
+    for error in errors_of_ranks(train_steps_alone, 2):
+        assert "the ranks hold different weights" in error
+
+
 # --- hooks of one's own --------------------------------------------------------------------------------
 
 

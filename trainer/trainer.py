@@ -121,7 +121,6 @@ class Trainer:
         self.strategy.check_step(
             accumulation=self.config.accumulate_grad_batches,
             clip_limit=self.config.gradient_clip_val,
-            clip_algorithm=self.config.gradient_clip_algorithm,
         )
         self.callbacks = all_callbacks(self.config, callbacks, logger, development=bool(given.fast_dev_run))
         if self.config.seed is not None:
