@@ -6,6 +6,7 @@ from .config import TrainerConfig
 from .data_module import DataModule
 from .overrides import from_command_line
 from .randomness import seed_everything
+from .schedules import scaled_lr, warmup_schedule
 from .task import Task
 from .trainer import Trainer
 
@@ -16,7 +17,9 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "from_command_line",
+    "scaled_lr",
     "seed_everything",
+    "warmup_schedule",
 ]
 
 record_uncaught_errors()  # under torch's agent; from here on, to see also what fails before a Trainer is built

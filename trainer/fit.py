@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
 from ..callbacks.wording import counted
 from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
@@ -75,6 +77,8 @@ class FitRun:
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
+            for optimizer in trainer.optimizers:  # torch warns of a scheduler that moves before its optimizer has stepped
+                optimizer._opt_called = trainer.global_step > 0  # pyright: ignore
         compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
         loop = TrainingLoop(self)
         if not callable(loop.model):
@@ -83,6 +87,8 @@ class FitRun:
             )
         self._first_step = trainer.global_step
         self._first_batch = trainer.progress.batches_seen
+        if trainer.progress.epochs_scheduled < trainer.progress.epochs_done:  # saved by a hook of an epoch's end
+            self.step_epoch_schedulers()
         self._seed_ranks()
         self._call("on_fit_start")  # from here on the loggers know where they go on
         trainer.log_hyperparameters()
@@ -213,7 +219,7 @@ class FitRun:
         """
         metric = None
         if config.monitor is not None and config.needs_metric:
-            metric = self.trainer.monitored(config.monitor, "ReduceLROnPlateau", required=config.strict)
+            metric = self._metric_of(config, config.monitor)
             if metric is None:
                 return
         if overrides(self.task, "lr_scheduler_step", Task):
@@ -222,6 +228,27 @@ class FitRun:
             config.scheduler.step()
         else:
             config.scheduler.step(metric)  # pyright: ignore[reportArgumentType]
+
+    def step_epoch_schedulers(self) -> None:
+        """Step the schedulers whose turn it is at the end of an epoch."""
+        progress = self.trainer.progress
+        progress.epochs_scheduled = progress.epochs_done
+        for config in self.schedulers("epoch"):
+            if progress.epochs_done % config.frequency == 0:
+                self.step_scheduler(config)
+
+    def _metric_of(self, config: SchedulerConfig, name: str) -> Tensor | None:
+        """The metric a scheduler decides by; None: there is no new one, and its step is left out.
+
+        In an epoch without validation the value of an earlier one would count twice.
+        """
+        trainer = self.trainer
+        if config.interval == "epoch":
+            if name not in trainer.callback_metrics and trainer.awaits_validation:
+                return None
+            if trainer.metric_steps.get(name, _NEVER) <= trainer.progress.steps_before_epoch:
+                return None
+        return trainer.monitored(name, type(config.scheduler).__name__, required=config.strict)
 
     def is_done(self) -> bool:
         """Whether no further step is to be taken."""
@@ -246,6 +273,9 @@ class FitRun:
         Raises:
             RuntimeError: on every rank, with all lengths.
         """
+        progress = self.trainer.progress
+        if not progress.batch_idx:
+            progress.steps_before_epoch = progress.global_step
         self.train_loader.set_epoch(epoch)
         self.length = self._common_length(epoch)
         self._plan_validation(self.length)
@@ -317,9 +347,7 @@ class FitRun:
         log.close_epoch()
         trainer.active_log = None
         if whole:
-            for config in self.schedulers("epoch"):
-                if progress.epochs_done % config.frequency == 0:
-                    self.step_scheduler(config)
+            self.step_epoch_schedulers()
         for hook in self.hooks.monitor_train_epoch_end:
             hook(trainer, self.task)
         if self.control.settle() & STOP:
@@ -357,10 +385,10 @@ class FitRun:
             return
         if interval is None:
             self.next_validation = _NEVER if length is None else length
-        elif every is None:
-            self.next_validation = progress.batch_idx + max(1, interval - progress.batches_since_validation)
-        else:
-            self.next_validation = (progress.batch_idx // interval + 1) * interval
+            return
+        # From the last validation on, not from here: one that a run was saved in front of is still due.
+        last = progress.batch_idx - progress.batches_since_validation
+        self.next_validation = last + interval if every is None else (max(0, last) // interval + 1) * interval
 
     def _validation_due_at_end(self) -> bool:
         if self._evaluation is None:
@@ -386,8 +414,7 @@ class FitRun:
         progress = self.trainer.progress
         progress.batches_since_validation = 0
         progress.validations += 1
-        if self._validation_interval is not None:
-            self.next_validation += self._validation_interval
+        self._plan_validation(self.length)
         for config in self.schedulers("validation"):
             if progress.validations % config.frequency == 0:
                 self.step_scheduler(config)

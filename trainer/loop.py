@@ -234,6 +234,8 @@ class TrainingLoop:
             hook(trainer, self.task)
         self.wrap()
         self.strategy.check_same_parameters(self.task)
+        if run.next_validation <= progress.batch_idx != length:  # the run was saved in front of it
+            run.validate(log)
         for window in run.on_device(self.windows(batches)):
             before = progress.global_step
             log.begin_step()

@@ -31,6 +31,12 @@ class Progress:
     validations: int = 0
     """Validations that went through, without sanity checks."""
 
+    epochs_scheduled: int = 0
+    """Epochs for which the schedulers with `interval="epoch"` have had their turn."""
+
+    steps_before_epoch: int = 0
+    """Optimizer steps before the running epoch: a metric reduced at an earlier step is none of this epoch's."""
+
     def state_dict(self) -> dict[str, Any]:
         """All counters."""
         return asdict(self)

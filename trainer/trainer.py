@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -189,6 +190,7 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         _check_task(model, "fit", ("training_step", "configure_optimizers"))
+        self.plan = None  # that of the fit before
         with session(self, "fit", model, datamodule) as hooks:
             self._stop_asked, self.stop_reason = False, None
             self.control = ControlWord(self.strategy)
@@ -312,7 +314,8 @@ class Trainer:
         """
         if self.plan is None:
             raise RuntimeError("learning_rates are known inside fit only, from on_fit_start on.")
-        if not self.task.automatic_optimization:  # the task steps its schedulers as it likes
+        if not self.task.automatic_optimization or overrides(self.task, "lr_scheduler_step", Task):
+            # The task steps its schedulers as it likes.
             return LearningRates(float(self.optimizers[0].param_groups[0]["lr"]))
         return learning_rates(self.optimizers[0], self.lr_scheduler_configs, self.plan, self.global_step)
 
@@ -412,14 +415,41 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole fit, for schedulers that need to know; inf without end.
+        """Optimizer steps of the whole fit, for schedulers that need to know: an int; inf without end.
+
+        Worked out from the loaders' lengths: nothing is read or drawn. It counts all epochs, also those that a resumed
+        run has behind it. Fewer steps are taken if the run is stopped, or the scaler skips some.
 
         Raises:
-            RuntimeError: no fit is running.
+            RuntimeError: no fit has begun, or a loader without a length leaves it open.
         """
+        plan = self._known_plan("estimated_stepping_batches")
+        if plan.batches_per_epoch is None and math.isinf(plan.total_steps) and not math.isinf(plan.epochs):
+            raise RuntimeError(
+                "estimated_stepping_batches is not known: the training loader has no length. Set max_steps, or "
+                "limit_train_batches to a number that every rank can give; or give the loader a __len__."
+            )
+        return plan.total_steps
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a full step: micro-batch × accumulated micro-batches × ranks; from `configure_optimizers` on.
+
+        Raises:
+            RuntimeError: no fit has begun, or the training loader does not tell its batch size.
+        """
+        size = self._known_plan("global_batch_size").global_batch
+        if size is None:
+            raise RuntimeError(
+                "global_batch_size is not known: the training loader has no batch_size, nor has its batch_sampler. "
+                "Expected one of them, or multiply your own by trainer.world_size and accumulate_grad_batches."
+            )
+        return size
+
+    def _known_plan(self, what: str) -> RunPlan:
         if self.plan is None:
-            raise RuntimeError("estimated_stepping_batches is known inside fit only, from configure_optimizers on.")
-        return self.plan.total_steps
+            raise RuntimeError(f"{what} is known inside fit only, from configure_optimizers on.")
+        return self.plan
 
     @property
     def logger(self) -> Logger | None:
