@@ -77,7 +77,9 @@ class FitRun:
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
-            for optimizer in trainer.optimizers:  # torch warns of a scheduler that moves before its optimizer has stepped
+            for (
+                optimizer
+            ) in trainer.optimizers:  # torch warns of a scheduler that moves before its optimizer has stepped
                 optimizer._opt_called = trainer.global_step > 0  # pyright: ignore
         compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
         loop = TrainingLoop(self)

@@ -9,9 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def scaled_lr(
-    base_lr: float, base_batch: int, global_batch: int, rule: Literal["linear", "sqrt"] = "linear"
-) -> float:
+def scaled_lr(base_lr: float, base_batch: int, global_batch: int, rule: Literal["linear", "sqrt"] = "linear") -> float:
     """The learning rate for a global batch, from one that was found good for another.
 
     "linear": in proportion to the batch (Goyal et al. 2017, "Accurate, Large Minibatch SGD", who warm up to it);
@@ -74,7 +72,7 @@ def warmup_schedule(
             f"warmup_schedule(total_steps={total_steps!r}): expected a whole number of 1 or more. A run without end has "
             "none: set max_epochs or max_steps."
         )
-    if not _is_number(warmup) or warmup < 0 or (isinstance(warmup, float) and warmup >= 1):
+    if not _is_number(warmup) or not warmup >= 0 or (isinstance(warmup, float) and warmup >= 1):
         raise ValueError(
             f"warmup_schedule(warmup={warmup!r}): expected a number of steps (int), or a share of them, from 0.0 to below "
             "1.0 (float)."
