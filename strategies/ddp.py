@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from . import comm_hooks, sync_batchnorm
 from .base import UnevenInputs
-from .compiled import CompileOrder, CountedCompile
+from .compiled import CompileOrder, CountedCompile, check_options
 from .ddp_arguments import COMPILE_ORDERS, UNEVEN_INPUTS, DDPArguments, one_of, refuse_pairs
 from .environment import Environment
 from .fused import is_fused
@@ -121,6 +121,7 @@ class DDPStrategy(ProcessGroupStrategy):
             raise ValueError(
                 "compile_options without compile: say compile='before_ddp' or 'after_ddp', or leave them out."
             )
+        check_options(compile_options or {})
         caps = None if bucket_cap_mb_list is None else tuple(bucket_cap_mb_list)
         self.arguments = DDPArguments(
             bucket_cap_mb, caps, gradient_as_bucket_view, static_graph, find_unused_parameters, forward_sync_buffers,

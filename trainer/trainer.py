@@ -627,6 +627,11 @@ class Trainer:
 
 def _check_task(task: Task, purpose: str, needed: Sequence[str]) -> None:
     if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(getattr(task, "_orig_mod", None), Task):
+            raise TypeError(
+                f"expected a Task, received a compiled one: give the plain task to {purpose}, and let the strategy compile "
+                "its step, Trainer(strategy=DDPStrategy(compile='before_ddp')), so that it is split at DDP's buckets."
+            )
         raise TypeError(f"expected a Task, received {type(task).__name__}: subclass samestep.trainer.Task.")
     if "_modules" not in vars(task):
         raise TypeError(f"{type(task).__name__}.__init__ has not called super().__init__(): expected it first.")
