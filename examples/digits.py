@@ -29,7 +29,7 @@ class Options:
     batch_size: int = 32  # of one rank
     learning_rate: float = 4e-3
     warmup: float = 0.1  # share of all steps
-    ckpt_path: str | None = None  # "auto": go on from the newest checkpoint in trainer.default_root_dir, if there is one
+    ckpt_path: str | None = None  # "auto": go on in trainer.default_root_dir, if a checkpoint is there
 
 
 class DigitsData(DataModule):
