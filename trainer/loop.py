@@ -334,6 +334,8 @@ class TrainingLoop:
                 "for this one. Use trainer.stop(reason), which all ranks follow, or limit_train_batches."
             )
         self.skip_epoch = True
+        self.weights.forget()  # the gradients of a window that is left are dropped, too
+        self._weight_seen = None
 
 
 def zero_grad(optimizer: torch.optim.Optimizer) -> None:
