@@ -50,6 +50,7 @@ class Options:
     learning_rate: float = 4e-3
     warmup: float = 0.1  # share of all steps
     compile: Literal["off", "before_ddp", "after_ddp"] = "off"
+    save_every: int = 50  # steps
 
 
 class PythonSources(DataModule):
@@ -165,12 +166,13 @@ class CharGPT(Task):
         for _ in range(self.hparams.context):
             chances = self(texts)[:, -1].float().softmax(-1).cpu()
             texts = torch.cat([texts, torch.multinomial(chances, 1, generator=generator).to(texts)], 1)
-        return [bytes(text).decode("ascii").partition("\n\n")[0] for text in texts[:, 1:].tolist()]
+        written = [bytes(text).decode("ascii").partition("\n\n")[0] for text in texts[:, 1:].tolist()]
+        return [re.sub(r"[^\n -~]", "?", text) for text in written]  # a terminal would obey control characters
 
 
 def main() -> None:
     options = from_command_line(Options())
-    checkpoint = ModelCheckpoint(every_n_train_steps=50)
+    checkpoint = ModelCheckpoint(every_n_train_steps=options.save_every)
     trainer = Trainer(
         options.trainer,
         strategy=DDPStrategy(compile=options.compile),
