@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from .data.transfer import move_to_device
 from .hooks import HookTable, check_takes_all_arguments, overrides
 from .loop import with_batch_index
 from .metric_log import Logged, MetricLog
+from .metric_states import updates_of
 from .task import Task
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class EvaluationLoop:
         trainer.evaluation_batches = sum(lengths if most is None else (min(most, length) for length in lengths))
         log = MetricLog(trainer.strategy, task, evaluation=True, loaders=len(loaders))
         before, trainer.active_log = trainer.active_log, log
+        held = {} if before is None else updates_of(task)
         kept: list[list[Any]] = []
         # On each rank BatchNorm has seen other samples: rank 0's statistics count, as in the checkpoint.
         trainer.strategy.synchronize(task)
@@ -97,6 +99,8 @@ class EvaluationLoop:
             for index, loader in enumerate(loaders):
                 kept.append(self._run_loader(index, loader, log, most, keep, several=len(loaders) > 1))
             log.batch = None
+            if before is not None:
+                log.check_apart(before, held)
             logged = log.reduce_epoch()
             trainer.publish(logged, log)
             if self.hooks.of(f"on_{self.stage.name}_epoch_end"):  # they may read what is there, and log more
@@ -132,6 +136,11 @@ class EvaluationLoop:
                 hook(trainer, task, batch, batch_idx, *where)
             with trainer.strategy.autocast():
                 output = self.step(batch, batch_idx, *where)
+            if isinstance(output, (Generator, Coroutine)):
+                raise TypeError(
+                    f"{type(task).__name__}.{stage.step} returned a {type(output).__name__}, so none of it has run: expected a "
+                    "plain function. Leave out `yield`, `async` and `await`."
+                )
             log.count_batch()
             for hook in ends:
                 hook(trainer, task, output, batch, batch_idx, *where)
