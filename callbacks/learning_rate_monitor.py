@@ -19,7 +19,7 @@ class LearningRateMonitor(Callback):
     `lr-<optimizer>`.
 
     Args:
-        logging_interval: "step": at the steps that are logged; "epoch": at the end of epochs; None: both as the
+        logging_interval: "step": at the steps that are logged; "epoch": at the first step of each epoch; None: both, as the
             schedulers step.
         log_momentum: also log momentum (or the first beta), under `…-momentum`.
         log_weight_decay: also log weight decay, under `…-weight_decay`.
@@ -35,6 +35,7 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self._used: dict[str, float] = {}
+        self._epoch_begins = False
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         """Refuse a run in which nobody could see the rates."""
@@ -43,8 +44,10 @@ class LearningRateMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
         """Note the rates of a step that will be logged, before a scheduler changes them."""
-        if self.logging_interval != "epoch" and (trainer.global_step + 1) % trainer.config.log_every_n_steps == 0:
+        due = self.logging_interval != "epoch" and (trainer.global_step + 1) % trainer.config.log_every_n_steps == 0
+        if due or self._epoch_begins:
             self._used |= self._rates(trainer)
+            self._epoch_begins = False
 
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
         """Log the rates of the step."""
@@ -53,10 +56,10 @@ class LearningRateMonitor(Callback):
             self._used = {}
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Log the rates the epoch begins with."""
+        """Let the first step of the epoch be logged. (A resumed run may begin inside one.)"""
         per_epoch = any(config.interval != "step" for config in trainer.lr_scheduler_configs)
-        if self.logging_interval == "epoch" or (self.logging_interval is None and per_epoch):
-            self._log(trainer, self._rates(trainer))
+        wanted = self.logging_interval == "epoch" or (self.logging_interval is None and per_epoch)
+        self._epoch_begins = wanted and trainer.progress.batch_idx == 0
 
     @staticmethod
     def _log(trainer: Trainer, rates: dict[str, float]) -> None:

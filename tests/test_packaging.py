@@ -93,8 +93,9 @@ def test_public_names() -> None:
         "CheckpointError", "DataModule", "Task", "Trainer", "TrainerConfig", "from_command_line", "seed_everything",
     }  # fmt: skip
     assert set(samestep.callbacks.__all__) == {
-        "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger", "ModelCheckpoint", "ModelSummary",
-        "ProgressBar", "StepPanel", "TensorBoardLogger",
+        "BasePredictionWriter", "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger",
+        "ModelCheckpoint", "ModelSummary", "PredictionWriter", "ProgressBar", "StepPanel", "TensorBoardLogger",
+        "read_predictions",
     }  # fmt: skip
     assert set(samestep.strategies.__all__) == {
         "DDPStrategy", "Environment", "Pending", "Precision", "ProcessGroupStrategy", "SingleDeviceStrategy", "Strategy",

@@ -75,6 +75,8 @@ class FitRun:
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
+            for optimizer in trainer.optimizers if trainer.global_step else ():
+                optimizer._opt_called = True  # pyright: ignore  # else a scheduler that steps first says that none stepped
         compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
         loop = TrainingLoop(self)
         if not callable(loop.model):
@@ -130,8 +132,7 @@ class FitRun:
     def has_next_epoch(self) -> bool:
         """Move to the next epoch, if there is one to be trained."""
         progress, most = self.trainer.progress, self.trainer.config.max_epochs
-        if progress.epochs_done > progress.epoch:
-            progress.epoch, progress.batch_idx = progress.epochs_done, 0
+        progress.begin_next_epoch()
         return (most in (None, -1) or progress.epoch < most) and not self.is_done()
 
     def _refuse_what_excludes_manual_optimization(self) -> None:
@@ -206,15 +207,18 @@ class FitRun:
         return [config for config in self.trainer.lr_scheduler_configs if config.interval == interval]
 
     def step_scheduler(self, config: SchedulerConfig) -> None:
-        """Step a scheduler, with the metric it monitors.
+        """Step a scheduler, with the metric it monitors, if that was reduced in this epoch.
 
         Raises:
             RuntimeError: the metric was not logged, or differs from rank to rank.
         """
-        metric = None
+        metric, trainer = None, self.trainer
         if config.monitor is not None and config.needs_metric:
-            metric = self.trainer.monitored(config.monitor, "ReduceLROnPlateau", required=config.strict)
-            if metric is None:
+            if trainer.awaits_validation and config.monitor not in trainer.callback_metrics:
+                return
+            metric = trainer.monitored(config.monitor, "ReduceLROnPlateau", required=config.strict)
+            # Without a validation in this epoch the value is that of an earlier one, which was seen already.
+            if metric is None or trainer.metric_steps[config.monitor] <= trainer.progress.epoch_first_step:
                 return
         if overrides(self.task, "lr_scheduler_step", Task):
             self.task.lr_scheduler_step(config.scheduler, metric)
@@ -358,7 +362,7 @@ class FitRun:
         if interval is None:
             self.next_validation = _NEVER if length is None else length
         elif every is None:
-            self.next_validation = progress.batch_idx + max(1, interval - progress.batches_since_validation)
+            self.next_validation = progress.batch_idx + interval - progress.batches_since_validation % interval
         else:
             self.next_validation = (progress.batch_idx // interval + 1) * interval
 
@@ -384,10 +388,11 @@ class FitRun:
     def _count_validation(self) -> None:
         """What a checkpoint that is saved at the validation's end must hold."""
         progress = self.trainer.progress
-        progress.batches_since_validation = 0
+        # What an accumulation window delayed is not owed again: the next one is due where it would have been.
+        if isinstance(self._validation_interval, int):
+            progress.batches_since_validation %= self._validation_interval
         progress.validations += 1
-        if self._validation_interval is not None:
-            self.next_validation += self._validation_interval
+        self._plan_validation(self.length)
         for config in self.schedulers("validation"):
             if progress.validations % config.frequency == 0:
                 self.step_scheduler(config)

@@ -43,7 +43,8 @@ class Entry:
         # Reduced over the ranks, and so the same on all: what may be monitored.
         self.shared = shared
         self.loader = -1
-        self.step_values: list[tuple[Tensor | float, int]] = []
+        # With their weights. None: a single value, of which nobody needs it.
+        self.step_values: list[tuple[Tensor | float, int | None]] = []
         self.step = -1
         # The epoch's sum; None: nothing was logged since it was last read. Of a torchmetrics object 0, which keeps its own.
         self.total: Tensor | float | None = None
@@ -151,8 +152,12 @@ class MetricLog:
             if entry.step != self.step:
                 entry.step = self.step
                 entry.step_values.clear()
-            size = (self.batch_size if batch_size is None else batch_size) if self._weighted_steps else 1
-            entry.step_values.append((value, size))
+            values, size = entry.step_values, batch_size
+            if self._weighted_steps or values:
+                size = size or self.batch_size
+                if values and values[0][1] is None:
+                    values[0] = values[0][0], self.batch_size  # of the same batch
+            values.append((value, size))
         if entry.on_epoch and entry.metric is None:
             if entry.reduction == "mean" and batch_size is None:
                 # Values logged between batches, by an epoch's hooks, count once.
@@ -360,7 +365,7 @@ def _step_value(entry: Entry) -> float:
 
 
 def _step_row(entry: Entry) -> Row:
-    values = [(torch.as_tensor(value, dtype=torch.float64), size) for value, size in entry.step_values]
+    values = [(torch.as_tensor(value, dtype=torch.float64), size or 1) for value, size in entry.step_values]
     if entry.reduction == "mean":
         total = sum((value * size for value, size in values), torch.zeros((), device=values[0][0].device))
         return Row("mean", total, float(sum(size for _, size in values)))
