@@ -910,13 +910,13 @@ class Last(CatMetric):
 
 
 class Counting(Callback):
-    """Counts the tensors of the process when an epoch begins, in every fifth."""
+    """Counts the tensors of the process when an epoch begins, in every tenth."""
 
     def __init__(self) -> None:
         self.tensors: list[int] = []
 
     def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
-        if trainer.current_epoch % 5 == 0:
+        if trainer.current_epoch % 10 == 0:
             self.tensors.append(live_tensors())
 
 
@@ -929,7 +929,7 @@ def tensors_of_epochs() -> list[int]:
         task.log("own", batch.sum(), sync_dist=False)
 
     counting = Counting()
-    data = DataLoader(torch.ones(8), 1)
+    data = DataLoader(torch.ones(4), 1)
 
     class Validates(Logs):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -937,17 +937,15 @@ def tensors_of_epochs() -> list[int]:
             self.log("kept", self.metrics["kept"])
             self.log("val", batch.sum())
 
-    trainer = quiet_trainer(
-        max_epochs=51, log_every_n_steps=1, callbacks=[counting], logger=Keeping(), val_check_interval=2
-    )
+    trainer = quiet_trainer(max_epochs=51, log_every_n_steps=1, callbacks=[counting], logger=Keeping())
     trainer.fit(Validates(step, mean=MeanMetric(), kept=Last()), data, data)
     return counting.tensors
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_number_of_tensors_does_not_grow_from_epoch_to_epoch(ranks: int) -> None:
-    for tensors in on_ranks(tensors_of_epochs, ranks):
-        assert len(tensors) == 11
+    for tensors in [tensors_of_epochs()] if ranks == 1 else run_ranks(tensors_of_epochs, ranks, timeout=110):
+        assert len(tensors) == 6
         assert len(set(tensors[1:])) == 1, tensors
 
 

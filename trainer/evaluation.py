@@ -151,9 +151,10 @@ class EvaluationLoop:
             with trainer.strategy.autocast():
                 output = self.step(batch, batch_idx, *where)
             if isinstance(output, (Generator, Coroutine)):
+                output.close()
                 raise TypeError(
-                    f"{type(task).__name__}.{stage.step} returned a {type(cast('Any', output)).__name__}, so none of it has run: expected a "
-                    "plain function. Leave out `yield`, `async` and `await`."
+                    f"{type(task).__name__}.{stage.step} returned a {type(cast('Any', output)).__name__}, so none of it has "
+                    "run: expected a plain function. Leave out `yield`, `async` and `await`."
                 )
             log.count_batch()
             for hook in ends:

@@ -183,7 +183,7 @@ class MetricLog:
         """
         for entry in (*self._entries.values(), *training._entries.values()):
             if id(entry.metric) in held and entry.metric.update_count != held[id(entry.metric)]:
-                path = _attribute_path(self._task, entry.name, entry.metric)
+                path = _attribute_path(_paths_in(self._task), entry.name, entry.metric)
                 raise ValueError(
                     f"self.log({entry.name!r}): the torchmetrics object {path!r} holds samples of the running training epoch, "
                     "and was updated in validation, too: its value would be that of both. Build one for each."
@@ -301,8 +301,9 @@ class MetricLog:
         for name, row in shared.items():
             of_step = when == "epoch" and entries[name].total is None
             names.append(Name(name, row.reduction, LAST_STEP if of_step else entries[name].loader))
+        paths = _paths_in(self._task) if metrics else {}
         for name, metric in metrics.items():
-            path = _attribute_path(self._task, name, metric)
+            path = _attribute_path(paths, name, metric)
             names.append(Name(name, METRIC + path, entries[name].loader, metric.update_called))
         names.sort(key=lambda name: name.name)
         flags = {name.name: entries[name.name].flags for name in names}
@@ -424,14 +425,19 @@ def _batch_value(name: str, metric: Any) -> Any:
     return value
 
 
-def _attribute_path(task: nn.Module, name: str, metric: Any) -> str:
-    for path, module in cast("Iterable[tuple[str, nn.Module]]", task.named_modules()):
-        if module is metric:
-            return path
-    raise ValueError(
-        f"self.log({name!r}): the metric is no attribute of the task, so it can't be reset, moved to the device or "
-        "saved. Set it in __init__: self.accuracy = Accuracy(…)."
-    )
+def _paths_in(task: nn.Module) -> dict[int, str]:
+    """Where each module is in the task, by its `id`: the hash of a metric, which is slow, changes with its states."""
+    return {id(module): path for path, module in cast("Iterable[tuple[str, nn.Module]]", task.named_modules())}
+
+
+def _attribute_path(paths: Mapping[int, str], name: str, metric: Any) -> str:
+    path = paths.get(id(metric))
+    if path is None:
+        raise ValueError(
+            f"self.log({name!r}): the metric is no attribute of the task, so it can't be reset, moved to the device or "
+            "saved. Set it in __init__: self.accuracy = Accuracy(…)."
+        )
+    return path
 
 
 def _compute(name: str, metric: Any) -> float:
