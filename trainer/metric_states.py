@@ -51,7 +51,7 @@ def states_of_all_ranks(strategy: Strategy, metrics: Sequence[Any]) -> Generator
         yield
         return
     own = [{name: getattr(part, name) for name in part._reductions} for part in parts]
-    every = strategy.gather_objects(move_to_device(_detached(own), torch.device("cpu")), name="states of torchmetrics")
+    every = strategy.gather_objects(move_to_device(_copied(own), torch.device("cpu")), name="states of torchmetrics")
     availability = [part.distributed_available_fn for part in parts]
     try:
         for index, part in enumerate(parts):
@@ -95,9 +95,9 @@ def _combined(states: list[Any], default: Any, reduction: Any) -> Any:
     return items if reduction in (None, concatenate) or not items else reduction(items)
 
 
-def _detached(states: Any) -> Any:
+def _copied(states: Any) -> Any:
     if isinstance(states, Tensor):
-        return states.detach()
+        return states.detach().clone()  # of a view all that is behind it would be sent
     if isinstance(states, dict):
-        return {name: _detached(state) for name, state in cast("dict[str, Any]", states).items()}
-    return [_detached(state) for state in cast("list[Any]", states)] if isinstance(states, list) else states
+        return {name: _copied(state) for name, state in cast("dict[str, Any]", states).items()}
+    return [_copied(state) for state in cast("list[Any]", states)] if isinstance(states, list) else states
