@@ -6,6 +6,7 @@ All cases are loaders of one evaluation, which costs little more than one case d
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, MinMet
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
 
 CASES = [(samples, size) for samples in range(1, 41) for size in range(1, 8)]
-FEWER = CASES[::3]
+FEWER = CASES[::5]
 Case = tuple[int, int]
 
 
@@ -184,12 +185,14 @@ class KeepsMetrics(Callback):
         self.noted: list[tuple[bool, list[list[int]], dict[str, float]]] = []
 
     def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
-        measured = {
-            f"metric {name}/dataloader_idx_{index}": float(metric.compute())
-            for index, metrics in task.measures.items()
-            for name, metric in metrics.items()
-            if name != "group"
-        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where this rank had no batch, compute says so and gives what is known
+            measured = {
+                f"metric {name}/dataloader_idx_{index}": float(metric.compute())
+                for index, metrics in task.measures.items()
+                for name, metric in metrics.items()
+                if name != "group"
+            }
         known = {name: value.item() for name, value in trainer.callback_metrics.items() if "dataloader" in name}
         self.noted.append((trainer.sanity_checking, task.seen, known if known else measured))
         task.forget()
@@ -216,9 +219,10 @@ def evaluate() -> list[Outcome]:
     return [*outcomes, *((seen, known) for _, seen, known in keeps.noted)]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_sample_counts_once_whatever_the_numbers(ranks: int) -> None:
-    every = [evaluate()] if ranks == 1 else run_ranks(evaluate, ranks, timeout=115)
+    every = [evaluate()] if ranks == 1 else run_ranks(evaluate, ranks, timeout=280)
     for stage, cases in enumerate((CASES, FEWER, FEWER, FEWER)):
         outcomes, wanted = [outcome[stage] for outcome in every], right(cases)
         if stage == 2:  # the sanity check publishes nothing; its torchmetrics objects were read
@@ -240,7 +244,7 @@ def collectives_of_torchmetrics() -> dict[str, int]:
 
 def test_all_torchmetrics_objects_take_one_message() -> None:
     # Of the third rank's loaders some are empty, so it is told the names of the others.
-    assert run_ranks(collectives_of_torchmetrics, 3)[0] == {
+    assert run_ranks(collectives_of_torchmetrics, 3, timeout=110)[0] == {
         "metrics of the epoch": 1, "names of the epoch": 1, "states of torchmetrics": 1
     }  # fmt: skip
 
