@@ -7,11 +7,13 @@ from .learning_rate_monitor import LearningRateMonitor
 from .logger import Logger
 from .model_checkpoint import ModelCheckpoint
 from .model_summary import ModelSummary
+from .prediction_writer import BasePredictionWriter, PredictionWriter, read_predictions
 from .progress_bar import ProgressBar
 from .step_panel import StepPanel
 from .tensorboard import TensorBoardLogger
 
 __all__ = [
+    "BasePredictionWriter",
     "Callback",
     "EarlyStopping",
     "JSONLLogger",
@@ -19,7 +21,9 @@ __all__ = [
     "Logger",
     "ModelCheckpoint",
     "ModelSummary",
+    "PredictionWriter",
     "ProgressBar",
     "StepPanel",
     "TensorBoardLogger",
+    "read_predictions",
 ]

@@ -94,8 +94,9 @@ def test_public_names() -> None:
         "seed_everything", "warmup_schedule",
     }  # fmt: skip
     assert set(samestep.callbacks.__all__) == {
-        "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger", "ModelCheckpoint", "ModelSummary",
-        "ProgressBar", "StepPanel", "TensorBoardLogger",
+        "BasePredictionWriter", "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger",
+        "ModelCheckpoint", "ModelSummary", "PredictionWriter", "ProgressBar", "StepPanel", "TensorBoardLogger",
+        "read_predictions",
     }  # fmt: skip
     assert set(samestep.strategies.__all__) == {
         "DDPStrategy", "Environment", "Pending", "Precision", "ProcessGroupStrategy", "SingleDeviceStrategy", "Strategy",

@@ -77,10 +77,9 @@ class FitRun:
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
-            for (
-                optimizer
-            ) in trainer.optimizers:  # torch warns of a scheduler that moves before its optimizer has stepped
-                optimizer._opt_called = trainer.global_step > 0  # pyright: ignore
+            if trainer.global_step:  # else torch warns of a scheduler that moves before its optimizer has stepped
+                for optimizer in trainer.optimizers:
+                    optimizer._opt_called = True  # pyright: ignore
         compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
         loop = TrainingLoop(self)
         if not callable(loop.model):
@@ -138,8 +137,7 @@ class FitRun:
     def has_next_epoch(self) -> bool:
         """Move to the next epoch, if there is one to be trained."""
         progress, most = self.trainer.progress, self.trainer.config.max_epochs
-        if progress.epochs_done > progress.epoch:
-            progress.epoch, progress.batch_idx = progress.epochs_done, 0
+        progress.begin_next_epoch()
         return (most in (None, -1) or progress.epoch < most) and not self.is_done()
 
     def _refuse_what_excludes_manual_optimization(self) -> None:
@@ -214,7 +212,7 @@ class FitRun:
         return [config for config in self.trainer.lr_scheduler_configs if config.interval == interval]
 
     def step_scheduler(self, config: SchedulerConfig) -> None:
-        """Step a scheduler, with the metric it monitors.
+        """Step a scheduler, with the metric it monitors, if that was reduced in this epoch.
 
         Raises:
             RuntimeError: the metric was not logged, or differs from rank to rank.
@@ -275,9 +273,6 @@ class FitRun:
         Raises:
             RuntimeError: on every rank, with all lengths.
         """
-        progress = self.trainer.progress
-        if not progress.batch_idx:
-            progress.steps_before_epoch = progress.global_step
         self.train_loader.set_epoch(epoch)
         self.length = self._common_length(epoch)
         self._plan_validation(self.length)
@@ -383,14 +378,16 @@ class FitRun:
         config, progress, interval = self.trainer.config, self.trainer.progress, self._validation_interval
         every = config.check_val_every_n_epoch
         self.next_validation = _NEVER
+        if every is not None and not progress.batch_idx:
+            progress.batches_since_validation = 0  # each epoch is counted by itself
         if self._evaluation is None or (every is not None and (progress.epoch + 1) % every):
             return
         if interval is None:
             self.next_validation = _NEVER if length is None else length
             return
-        # From the last validation on, not from here: one that a run was saved in front of is still due.
+        # From where the last one was due, not from here: one that a run was saved in front of is still due.
         last = progress.batch_idx - progress.batches_since_validation
-        self.next_validation = last + interval if every is None else (max(0, last) // interval + 1) * interval
+        self.next_validation = last + interval if every is None else (last // interval + 1) * interval
 
     def _validation_due_at_end(self) -> bool:
         if self._evaluation is None:
@@ -414,7 +411,9 @@ class FitRun:
     def _count_validation(self) -> None:
         """What a checkpoint that is saved at the validation's end must hold."""
         progress = self.trainer.progress
-        progress.batches_since_validation = 0
+        # What an accumulation window delayed is not owed again: the next one is due where it would have been.
+        if isinstance(self._validation_interval, int):
+            progress.batches_since_validation %= self._validation_interval
         progress.validations += 1
         self._plan_validation(self.length)
         for config in self.schedulers("validation"):

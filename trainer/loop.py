@@ -367,6 +367,10 @@ def loss_of(output: Any, task: Task) -> Tensor:
             f"the loss that {type(task).__name__}.training_step returned needs no gradient, so there is nothing to "
             "train: it was detached, computed under no_grad, or no parameter with requires_grad went into it."
         )
+    if loss.is_complex():
+        raise ValueError(
+            f"{type(task).__name__}.training_step returned a complex loss: expected a real scalar, such as its .abs() or .real."
+        )
     if loss.dim():
         raise ValueError(
             f"{type(task).__name__}.training_step returned a loss of shape {list(loss.shape)}: expected a scalar. "

@@ -143,6 +143,8 @@ class Trainer:
         """What gives this rank's training batches."""
         self.val_dataloaders: list[Any] = []
         """What gives this rank's validation batches."""
+        self.predict_dataloaders: list[Any] = []
+        """What gives this rank's prediction batches."""
         self._stop_asked = self._has_validation = False
         root = self.config.default_root_dir
         self._run_folder = None if root is None else Path(root)
@@ -153,6 +155,9 @@ class Trainer:
         """The stage that is running: `fit`, `validate`, `test` or `predict`; empty between runs."""
         self.evaluation_batches: float = 0
         """Batches of this rank in the evaluation that runs, or ran last, over all its loaders; inf: not known."""
+        self.batch_indices: list[Any] | None = None
+        """The samples of the running prediction batch, by their places in the dataset, as the loader's sampler gave them;
+        None where it has none (an iterable, a stream, `in_order=False`), and outside of predict."""
         self.fitting = False
         """Whether fit is running, with the validations in it."""
         self.is_last_batch = False
@@ -258,15 +263,29 @@ class Trainer:
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        gather: bool = True,
     ) -> list[Any] | None:
-        """Run `predict_step` over the prediction loaders.
+        """Run `predict_step` over the prediction loaders, every sample once over all ranks, in the order of the dataset.
+
+        Args:
+            model: the task; default: that of the last run, with the weights of its best checkpoint.
+            dataloaders: a loader, a list of them, or a DataModule. A shuffle is not followed; a sampler's order is.
+            datamodule: gives the loaders.
+            return_predictions: False: keep nothing, for predictions that a callback writes.
+            ckpt_path: load these weights first: a path, "best" or "last".
+            gather: on several ranks, return the same list of batches that one rank would return, on each of them. What
+                `predict_step` returns must then have an item for each sample: tensors with the batch as their first
+                dimension, lists, or dicts and tuples of those. False: this rank's batches, whatever they are.
 
         Returns:
-            What `predict_step` returned for each batch of *this rank*, on the CPU; with several loaders a list
-            for each. None with `return_predictions=False`.
+            What `predict_step` returned for each batch, on the CPU; with several loaders a list for each. None with
+            `return_predictions=False`.
+
+        Raises:
+            TypeError, ValueError: what `predict_step` returns can't be gathered, or the trainer does not deal the samples.
         """
         keep = return_predictions is not False
-        kept = self._evaluate("predict", PREDICTION, model, dataloaders, ckpt_path, datamodule, False, keep)[1]
+        kept = self._evaluate("predict", PREDICTION, model, dataloaders, ckpt_path, datamodule, False, keep, gather)[1]
         if not keep:
             return None
         return kept[0] if len(kept) == 1 else kept
@@ -581,6 +600,7 @@ class Trainer:
         datamodule: DataModule | None,
         verbose: bool,
         keep: bool = False,
+        gather: bool = False,
     ) -> tuple[list[dict[str, float]], list[list[Any]]]:
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
@@ -611,13 +631,15 @@ class Trainer:
                     f"{stage_name} has no loader: give one, or write {stage.loaders} in the task or a DataModule; and "
                     f"{LIMITS[stage.data]} must be above 0."
                 )
+            if stage is PREDICTION:
+                self.predict_dataloaders = [prepared.loader for prepared in loaders]
             flag = {"validate": "validating", "test": "testing", "predict": "predicting"}[stage_name]
             setattr(self, flag, True)
             loop = EvaluationLoop(self, task, hooks, stage, loaders, source.transfer())
             for index, loader in enumerate(loaders):
                 for remark in loader.remarks():
                     self.print(f"{stage_name}{f', loader {index}' if len(loaders) > 1 else ''}: {remark}")
-            logged, kept = loop.run(keep=keep)
+            logged, kept = loop.run(keep=keep, gather=gather)
             setattr(self, flag, False)
         results = _by_loader(logged, len(loaders))
         if verbose and self.is_global_zero:
