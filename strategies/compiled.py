@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 CompileOrder = Literal["off", "before_ddp", "after_ddp"]
 # What the installed torch takes; what is compiled, and whether, is said elsewhere.
-_OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable"))
+_OPTIONS = tuple(
+    name for name in inspect.signature(cast("Any", torch.compile)).parameters if name not in ("model", "disable")
+)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
