@@ -24,8 +24,8 @@ _NOTHING = nullcontext()
 class Pending:
     """A value that is on its way over all ranks; `wait` returns it."""
 
-    def __init__(self, value: Tensor, work: Any = None) -> None:
-        self._value, self._work = value, work
+    def __init__(self, value: Tensor, work: Any = None, name: str = "") -> None:
+        self._value, self._work, self.name = value, work, name
 
     def wait(self) -> Tensor:
         """Block until the value has arrived, and return it."""

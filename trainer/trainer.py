@@ -30,6 +30,7 @@ from .data.source import DataSource
 from .data_module import DataModule
 from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
 from .fit import FitRun
+from .hangs import HangWatch
 from .hooks import overrides
 from .metric_log import Logged, MetricLog
 from .misnomers import check_names
@@ -156,6 +157,8 @@ class Trainer:
         """Whether fit is running, with the validations in it."""
         self.is_last_batch = False
         """Whether the running micro-batch, or the one just done, is the last of its epoch, where that can be known."""
+        self.hang_watch: HangWatch | None = None
+        """Says, in a run on several ranks, if some wait for one that does not come; its `hang` is what is wrong now."""
         self.resumed_from: Path | None = None
         """The checkpoint this run goes on from; it is never removed."""
 
