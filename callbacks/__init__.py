@@ -2,9 +2,11 @@
 
 from .callback import Callback
 from .early_stopping import EarlyStopping
+from .goodput import Goodput
 from .jsonl import JSONLLogger
 from .learning_rate_monitor import LearningRateMonitor
 from .logger import Logger
+from .loss_spike_rollback import LossSpikeRollback
 from .model_checkpoint import ModelCheckpoint
 from .model_summary import ModelSummary
 from .progress_bar import ProgressBar
@@ -14,9 +16,11 @@ from .tensorboard import TensorBoardLogger
 __all__ = [
     "Callback",
     "EarlyStopping",
+    "Goodput",
     "JSONLLogger",
     "LearningRateMonitor",
     "Logger",
+    "LossSpikeRollback",
     "ModelCheckpoint",
     "ModelSummary",
     "ProgressBar",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_ranks import run_ranks
+import torch.distributed as dist
+from run_ranks import RankError, run_ranks
 from samestep.strategies import DDPStrategy
+from samestep.trainer.hangs.judgement import Beat, judge
 from tasks import ScalarWeight, quiet_trainer
 from torch.utils.data import DataLoader, Dataset
 
@@ -62,6 +65,7 @@ def locks(told: Told) -> None:
 
 def stops(told: Told) -> None:
     process = os.getpid()
+    time.sleep(LIMIT / 2)  # so that it was heard of here
     if (helper := os.fork()) == 0:
         os.kill(process, signal.SIGSTOP)
         told.wait()
@@ -140,12 +144,162 @@ def some_reports(folder: str, port: int, names: list[str]) -> None:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What all ranks printed, by case."""
     folder = tmp_path_factory.mktemp("hangs")
-    run_ranks(some_reports, 3, str(folder), list(CASES), timeout=120)
-    return {name: "".join(path.read_text() for path in sorted((folder / name).glob("stderr-*"))) for name in CASES}
+    with_store(some_reports, 3, folder, list(CASES))
+    return {name: printed(folder / name) for name in CASES}
 
 
-def test_show(reports: dict[str, str]) -> None:
-    for name, text in reports.items():
-        print("=====", name)
-        print(text)
-    raise AssertionError
+def with_store(function: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> list[Any]:
+    """Run the function on ranks that meet in a store of this process, as in that of torchrun's agent."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_ranks(function, ranks, str(folder), store.port, *args, timeout=240, join_group=False)
+
+
+def printed(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted(folder.glob("stderr-*")))
+
+
+HERE = r"\(test_hang_reporter\.py:\d+\)"
+EXPECTED = {
+    "sleep": rf"ranks 0, 2 wait in the backward's all-reduce; rank 1 has not come: it is in training_step {HERE}",
+    "loop": rf"ranks 0, 1 wait in the backward's all-reduce; rank 2 has not come: it is in training_step {HERE}",
+    "lock": rf"ranks 0, 2 wait in the backward's all-reduce; rank 1 has not come: it is in on_train_batch_end {HERE}",
+    "data": rf"ranks 0, 2 wait in the backward's all-reduce; rank 1 has not come: it is in the data loader {HERE}",
+    "worker": rf"ranks 0, 2 wait in the backward's all-reduce; rank 1 has not come: it is in the data loader {HERE}",
+    "stopped": r"ranks 0, 2 wait in the backward's all-reduce; rank 1 has not come: its process has not answered since "
+    rf"\d\d:\d\d:\d\d UTC \(stopped, .*\); it was in training_step {HERE}",
+    "rank 0": rf"ranks 1, 2 wait in the backward's all-reduce; rank 0 has not come: it is in training_step {HERE}",
+    "rank 0 stopped": r"ranks 1, 2 wait in the backward's all-reduce; rank 0 has not come: its process has not answered",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_wait_and_the_one_that_does_not_come_are_named_once(case: str, reports: dict[str, str]) -> None:
+    text = reports[case]
+    assert len(re.findall("samestep: no progress for", text)) == 1, text
+    assert re.match(rf"samestep: no progress for \d+ s at step [34]: {EXPECTED[case]}", text), text
+
+
+def test_the_report_holds_the_stack_of_the_missing_rank_and_how_far_each_has_come(reports: dict[str, str]) -> None:
+    stack = reports["lock"].splitlines()
+    assert stack[1] == "  rank 1, the innermost call last:"
+    assert any(re.fullmatch(r"    … \d+ calls in samestep and torch", line) for line in stack)
+    assert any(line.endswith("in locks: lock.acquire()") for line in stack)
+    counts = re.search(
+        r"collectives begun in the training group \(flight recorder\): ranks 0, 2: (\d+), rank 1: (\d+)",
+        reports["lock"],
+    )
+    if counts is not None:  # torch 2.11 may record nothing on gloo
+        assert int(counts[1]) == int(counts[2]) + 1
+    assert "ends when a collective has taken 60 s (the strategy's timeout)" in reports["lock"]
+
+
+# --- what takes long and is no hang ----------------------------------------------------------
+
+
+class Slow(ScalarWeight):
+    """Takes its time wherever that is no fault: one rank prepares, compiles, saves and validates longer than the others."""
+
+    def prepare_data(self) -> None:
+        time.sleep(2 * LIMIT)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0 and self.global_rank == 1:
+            time.sleep(2 * LIMIT)  # the first step compiles
+        if batch_idx == 3:
+            time.sleep(1.5 * LIMIT)  # all ranks: nobody waits
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1:
+            time.sleep(LIMIT / 4)  # it moves, and the other waits for it
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            time.sleep(1.5 * LIMIT)
+
+
+def train_slowly(folder: str, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with (Path(folder) / f"stderr-{os.environ['RANK']}").open("w", buffering=1) as sys.stderr:
+        trainer = quiet_trainer(max_epochs=1, hang_timeout=LIMIT, num_sanity_val_steps=0)
+        trainer.fit(Slow(lr=0.01), DataLoader(torch.ones(2 * STEPS), 1), DataLoader(torch.ones(12), 1))
+        trainer.save_checkpoint(Path(folder) / "checkpoint")
+
+
+def test_what_takes_long_and_is_no_hang_is_not_called_one(tmp_path: Path) -> None:
+    with_store(train_slowly, 2, tmp_path)
+    assert printed(tmp_path) == ""
+
+
+# --- ranks at different collectives, and the end ---------------------------------------------
+
+
+class SavesAlone(ScalarWeight):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STALLED and self.global_rank == 1:
+            self.trainer.save_checkpoint("alone")
+
+
+def save_alone(folder: str, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with (Path(folder) / f"stderr-{os.environ['RANK']}").open("w", buffering=1) as sys.stderr:
+        trainer = quiet_trainer(max_epochs=1, hang_timeout=LIMIT, hang_action="exit")
+        trainer.fit(SavesAlone(lr=0.01), DataLoader(torch.ones(2 * STEPS), 1))
+
+
+def test_ranks_at_different_collectives_are_named_and_ended_at_once_if_that_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as error:
+        with_store(save_alone, 2, tmp_path)
+    assert "died with exit code 1" in str(error.value)
+    assert re.findall(r"(?m)^rank \d", str(error.value)) == ["rank 0", "rank 1"]
+    text = printed(tmp_path)
+    assert re.match(
+        r"samestep: no progress for \d+ s at step 4: the ranks wait for each other at different places: rank 0 in the "
+        rf"backward's all-reduce {HERE}, rank 1 in the collective 'parameters of the checkpoint' {HERE}\n",
+        text,
+    ), text
+    assert "hang_action='exit': the run ends now." in text
+
+
+# --- the judgement alone ---------------------------------------------------------------------
+
+
+def beat(rank: int, waits: str = "", age: float = 20.0, **more: Any) -> Beat:
+    return Beat(**{
+        "rank": rank, "number": 7, "told": 0.0, "age": age, "step": 41, "where": "training_step (train.py:31)",
+        "waits": waits, "patience": 10.0, "long": 300.0, **more,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("beats", "said"),
+    [
+        # A rank that moved lately is slow, and one with more patience (it compiles, or always took that long) is, too.
+        ([beat(0, "A"), beat(1, age=3.0)], None),
+        ([beat(0, "A"), beat(1, patience=60.0)], None),
+        ([beat(0, "A", age=5.0), beat(1)], None),
+        ([beat(0, "A"), beat(1)], "rank 0 waits in A; rank 1 has not come: it is in training_step (train.py:31)"),
+        (
+            [beat(0, "A"), beat(1), beat(2, "A"), beat(3), beat(4, "B")],
+            "ranks 0, 2 wait in A, rank 4 waits in B; ranks 1, 3 have not come: they are in training_step (train.py:31)",
+        ),
+        # All in the same collective, or nobody in one: only much later.
+        ([beat(0, "A"), beat(1, "A")], None),
+        ([beat(0), beat(1)], None),
+        ([beat(0, "A", age=301), beat(1, "A", age=301)], "all ranks wait in A: the network is slow, or has lost a message"),
+        ([beat(0, age=301), beat(1, age=301)], "no rank waits for another: ranks 0, 1 are in training_step (train.py:31)"),
+        # In different ones: at once.
+        (
+            [*(beat(rank, "A") for rank in range(4)), beat(4, "B")],
+            "the ranks wait for each other at different places: ranks 0-3 in A (train.py:31), rank 4 in B (train.py:31)",
+        ),
+        (
+            [beat(0, "A"), beat(1, "A", silent=9.0)],
+            "rank 0 waits in A; rank 1 has not come: its process has not answered since 00:00:00 UTC (stopped, swapped "
+            "out, held up in native code, or its host is gone); it was in A",
+        ),
+    ],
+)  # fmt: skip
+def test_judgement(beats: list[Beat], said: str | None) -> None:
+    hang = judge(beats, silence=5.0)
+    assert (hang and hang.headline.partition(" at step 41: ")[2]) == said

@@ -105,6 +105,10 @@ class TrainerConfig:
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     """`norm`: the norm over all parameters; `value`: each element."""
 
+    skip_nonfinite: int | None = None
+    """Skip steps whose gradients hold inf or NaN, on all ranks alike, up to so many in a row; then the run ends as diverged.
+    None: take them. On a GPU the CPU waits for the gradients in each step. 16-mixed skips by itself."""
+
     deterministic: bool | Literal["warn"] = False
     """Use deterministic algorithms in torch, where one is missing raise (True) or warn ("warn")."""
 
@@ -152,6 +156,12 @@ class TrainerConfig:
             _whole(self, name, least=1, optional=True)
         for name in ("log_every_n_steps", "accumulate_grad_batches"):
             _whole(self, name, least=1)
+        _whole(self, "skip_nonfinite", least=1, optional=True)
+        if self.skip_nonfinite is not None and self.precision in (16, "16", "16-mixed"):
+            raise ValueError(
+                f"skip_nonfinite={self.skip_nonfinite} with precision={self.precision!r}: its scaler skips such steps already, and "
+                "finds its scale by them. Leave skip_nonfinite out."
+            )
         _whole(self, "seed", least=0, most=2**63 - 1, optional=True)
         for stage in ("train", "val", "test", "predict"):
             _batches(self, f"limit_{stage}_batches")

@@ -67,12 +67,13 @@ class HangWatch:
         self._phase = ""
         self._longest: dict[str, float] = {}  # pauses that ended by themselves, by what the rank did
         self._starting, self._store_missed = True, False
-        self._beat = Beat(self._rank, 0, time.time(), 0.0, 0, "the start", "", limit, limit)
+        self._beat = Beat(self._rank, 1, time.time(), 0.0, 0, "the start", "", limit, limit)
         self.hang: Hang | None = None
         """What is wrong now, as far as it is known on this rank. It goes when the rank moves again."""
 
     def start(self) -> None:
         """Begin to watch the calling thread."""
+        self._tell()
         self._thread.start()
 
     def stop(self) -> None:
@@ -88,10 +89,13 @@ class HangWatch:
         try:
             while not self._ended.wait(self._period):
                 self._look()
-                self._store.set(_key(self._rank), json.dumps(asdict(self._beat)))
+                self._tell()
                 self._read_on_if_stuck()
         except dist.DistError:
             return  # whoever keeps the store has ended: that is told elsewhere
+
+    def _tell(self) -> None:
+        self._store.set(_key(self._rank), json.dumps(asdict(self._beat)))
 
     def _look(self) -> None:
         """Take a sample of the main thread, and make the beat."""
@@ -179,7 +183,7 @@ class HangWatch:
         except dist.DistError:
             return
         if told and not self._ended.is_set():
-            _say(f"samestep: it goes on, at step {self._trainer.global_step}.")
+            _say(f"samestep: the run goes on, at step {self._trainer.global_step}.")
         self.hang = None
 
     def _listen(self, heard: dict[int, tuple[int, float]]) -> list[Beat]:
