@@ -125,7 +125,7 @@ class ProcessGroupStrategy(Strategy):
     def start_all_reduce_max(self, tensor: Tensor, *, name: str, each_step: bool = False) -> Pending:
         """Start the maximum on the control group, where it waits behind no gradient."""
         with self.named(name, announced=not each_step):
-            work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.groups.control, async_op=True)
+            work = cast("Any", dist.all_reduce(tensor, dist.ReduceOp.MAX, self.groups.control, async_op=True))
             return Pending(tensor, work, name)
 
     def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -45,6 +46,11 @@ class Told:
 
 def sleeps(told: Told) -> None:
     told.wait()  # the line of the user's that is named
+
+
+def lingers(told: Told) -> None:
+    told.wait()
+    time.sleep(LIMIT)  # the other ranks look, too
 
 
 def loops(told: Told) -> None:
@@ -115,7 +121,10 @@ def report_of(folder: Path, where: str, rank: int, stall: Callable[[Told], None]
     with (folder / f"stderr-{own}").open("w", buffering=1) as sys.stderr:
         data = StallingData(rank, partial(stall, told)) if where == "data" else StallingData(rank, None)
         loader = DataLoader(data, 1, num_workers=workers, multiprocessing_context="fork" if workers else None)
-        trainer = quiet_trainer(max_epochs=1, hang_timeout=LIMIT, strategy=DDPStrategy(timeout=timedelta(seconds=60)))
+        trainer = quiet_trainer(
+            max_epochs=1, hang_timeout=LIMIT, strategy=DDPStrategy(timeout=timedelta(seconds=60)),
+            enable_checkpointing=stall is lingers, default_root_dir=folder / "run",
+        )  # fmt: skip
         trainer.fit(Stalls(where, rank, partial(stall, told)), loader)
         assert trainer.global_step == STEPS
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("samestep hang")]
@@ -123,7 +132,7 @@ def report_of(folder: Path, where: str, rank: int, stall: Callable[[Told], None]
 
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "sleep": ("training_step", 1, sleeps),
+    "sleep": ("training_step", 1, lingers),
     "loop": ("training_step", 2, loops),
     "lock": ("on_train_batch_end", 1, locks),
     "data": ("data", 1, sleeps),
@@ -141,9 +150,13 @@ def some_reports(folder: str, port: int, names: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hangs")
+
+
+@pytest.fixture(scope="module")
+def reports(folder: Path) -> dict[str, str]:
     """What all ranks printed, by case."""
-    folder = tmp_path_factory.mktemp("hangs")
     with_store(some_reports, 3, folder, list(CASES))
     return {name: printed(folder / name) for name in CASES}
 
@@ -191,6 +204,17 @@ def test_the_report_holds_the_stack_of_the_missing_rank_and_how_far_each_has_com
     if counts is not None:  # torch 2.11 may record nothing on gloo
         assert int(counts[1]) == int(counts[2]) + 1
     assert "ends when a collective has taken 60 s (the strategy's timeout)" in reports["lock"]
+
+
+def test_each_rank_leaves_its_stacks_and_its_flight_recorder(folder: Path, reports: dict[str, str]) -> None:
+    [dumps] = (folder / "sleep" / "run" / "hangs").iterdir()
+    assert re.fullmatch(r"step-0000000[34]", dumps.name)
+    for rank in range(3):
+        assert "in training_step" in (dumps / f"stacks-{rank}.txt").read_text() or rank != 1
+        [group] = pickle.loads((dumps / f"flight-recorder-{rank}").read_bytes())["pg_status"].keys() & {"0"}
+        assert group == "0"
+    assert not (folder / "lock" / "run").exists()  # nothing is written where the run writes nothing
+    assert "samestep: the run goes on, at step" in reports["sleep"]
 
 
 # --- what takes long and is no hang ----------------------------------------------------------

@@ -92,8 +92,8 @@ def same(first: Outcome, second: Outcome) -> bool:
 
 def train(data: TensorDataset, ranks: int = 1, **options: Any) -> tuple[Outcome, float]:
     """The outcome, and the logged number of skipped steps."""
-    task = PlainSteps()
     trainer = quiet_trainer(max_epochs=1, precision=64, seed=3, log_every_n_steps=1, **options)
+    task = PlainSteps()  # with the weights that the trainer's seed gives
     trainer.fit(task, DataLoader(data, SIZE // ranks))
     return outcome(trainer, task), trainer.logged_metrics["skipped_steps"].item() if options else 0.0
 
@@ -172,11 +172,12 @@ def test_skipping_is_refused_where_it_can_not_be_kept() -> None:
 
 def roll_back(ranks: int, *poisoned: int, without: tuple[int, ...] = (), **options: Any) -> tuple[Outcome, float, int]:
     """Outcome, the average, and rollbacks."""
-    task, average = Noisy(), Average()
+    average = Average()
     callback = LossSpikeRollback("loss", threshold=30, **{"every_n_train_steps": 4, "max_rollbacks": 2, **options})
     trainer = quiet_trainer(
         max_epochs=1, precision=64, seed=3, log_every_n_steps=1, gradient_clip_val=1.0, callbacks=[callback, average],
     )  # fmt: skip
+    task = Noisy()
     trainer.fit(task, DataLoader(data_with(1e6, *poisoned, without=without), SIZE // ranks))
     return outcome(trainer, task), average.value.item(), callback.rollbacks
 

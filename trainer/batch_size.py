@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -111,7 +111,7 @@ def _trial(trainer: Trainer, task: Task, loader: DataLoader[Any]) -> Callable[[i
 
 
 @contextmanager
-def _put_back(trainer: Trainer, task: Task) -> Iterator[None]:
+def _put_back(trainer: Trainer, task: Task) -> Generator[None]:
     """Let the trials run as steps of training, and undo what they change."""
     # On the CPU: a second copy on the device would take from the memory that is measured.
     tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*task.parameters(), *task.buffers())]

@@ -67,9 +67,11 @@ class HangWatch:
         self._phase = ""
         self._longest: dict[str, float] = {}  # pauses that ended by themselves, by what the rank did
         self._starting, self._store_missed = True, False
+        self._found_at: Any = None
+        self._told = False
         self._beat = Beat(self._rank, 1, time.time(), 0.0, 0, "the start", "", limit, limit)
         self.hang: Hang | None = None
-        """What is wrong now, as far as it is known on this rank. It goes when the rank moves again."""
+        """What is wrong now, as far as it is known on this rank. It goes when the rank moves again; a run that fails keeps it."""
 
     def start(self) -> None:
         """Begin to watch the calling thread."""
@@ -104,7 +106,10 @@ class HangWatch:
             return
         now = time.monotonic()
         here = whereabouts(frame, idle=self._is_idle(now))
-        progress = (self._counters(), here.phase, here.waits)
+        counters = self._counters()
+        if self.hang is not None and counters != self._found_at:
+            self._over()
+        progress = (counters, here.phase, here.waits)
         if progress != self._progress:
             if self._phase:
                 self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), now - self._moved)
@@ -160,31 +165,24 @@ class HangWatch:
             ), tells=True)  # fmt: skip
 
     def _read(self) -> None:
-        """While this rank does not move, look at the others, and say what is wrong; then, that it is over."""
+        """While this rank does not move, look at the others, and say what is wrong."""
         turn = min(self._rank, _LATEST_TURN) * self._period
         heard: dict[int, tuple[int, float]] = {}
-        told = False
         try:
             while self._beat.age > self._limit / 2 and not self._ended.is_set():
                 known = _get(self._store, _FOUND)
-                if known and not told:
+                if self.hang is None and known:
                     self._found(Hang(**json.loads(known)["hang"]), tells=False)
-                elif not told and self._beat.age > self._limit / 2 + turn:
+                elif self.hang is None and self._beat.age > self._limit / 2 + turn:
                     hang = judge(self._listen(heard), self._silence)
                     if hang is not None and self._beat.age >= self._limit + turn:
                         mine = json.dumps({"found_by": self._rank, "hang": asdict(hang)})
-                        told = self._store.compare_set(_FOUND, "", mine).decode() == mine
-                        if told:
+                        if self._store.compare_set(_FOUND, "", mine).decode() == mine:
                             self._found(hang, tells=True)
                 self._answered = time.monotonic()
                 self._ended.wait(self._period)
-            if told:
-                self._store.set(_FOUND, "")
         except dist.DistError:
             return
-        if told and not self._ended.is_set():
-            _say(f"samestep: the run goes on, at step {self._trainer.global_step}.")
-        self.hang = None
 
     def _listen(self, heard: dict[int, tuple[int, float]]) -> list[Beat]:
         """The newest beat of every rank. `heard`: the number of the last one, and when it was new."""
@@ -204,7 +202,7 @@ class HangWatch:
         """Keep what is wrong, leave what helps to find out why, and end the process, if that is wanted."""
         if self.hang is not None:
             return
-        self.hang = hang
+        self.hang, self._found_at, self._told = hang, self._counters(), tells
         if tells:
             _say(f"{hang.text()}\n  {self._what_now()}")
         if self._trainer.writes:
@@ -212,6 +210,13 @@ class HangWatch:
         if self._exits:
             record_error(HangError(hang.headline))
             os._exit(1)
+
+    def _over(self) -> None:
+        """The rank moves again."""
+        self.hang = None
+        if self._told:
+            self._store.set(_FOUND, "")
+            _say(f"samestep: the run goes on, at step {self._trainer.global_step}.")
 
     def _what_now(self) -> str:
         if self._exits:
