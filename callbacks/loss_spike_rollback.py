@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .callback import Callback
+from .monitor import fresh_value
 from .wording import counted
 
 if TYPE_CHECKING:
@@ -87,19 +88,17 @@ class LossSpikeRollback(Callback):
 
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
         """Judge the loss, where it was reduced at this step."""
-        if trainer.metric_steps.get(self.monitor) != trainer.global_step or trainer.global_step == self._judged:
-            if (
-                trainer.global_step % trainer.config.log_every_n_steps == 0
-                and self.monitor not in trainer.callback_metrics
-            ):
-                trainer.monitored(self.monitor, type(self).__name__)  # raises
+        step = trainer.global_step
+        if step == self._judged or step % trainer.config.log_every_n_steps:
             return
-        self._judged = trainer.global_step
-        value = float(trainer.callback_metrics[self.monitor])
+        value = fresh_value(self, trainer, self.monitor)
+        if value is None:
+            return
+        self._judged = step
         if not self.is_spike(value):
             self.spikes = 0
             self._values = [*self._values, value][-self.window :]
-            if trainer.global_step >= self._good.step + self.every_n_train_steps:
+            if step >= self._good.step + self.every_n_train_steps:
                 self._good = trainer.take_snapshot()
             return
         self.spikes += 1

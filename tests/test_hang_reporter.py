@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -217,6 +218,25 @@ def test_each_rank_leaves_its_stacks_and_its_flight_recorder(folder: Path, repor
     assert "samestep: the run goes on, at step" in reports["sleep"]
 
 
+def without_agent(folder: str, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    report_of(Path(folder), "training_step", 0, stops)
+
+
+def test_where_the_store_does_not_answer_each_rank_speaks_for_itself(tmp_path: Path) -> None:
+    """Rank 0 keeps the store itself, and is stopped."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(without_agent, 3, str(tmp_path), port, timeout=120, join_group=False)
+    for rank in (1, 2):
+        assert re.match(
+            rf"samestep: no progress for \d+ s at step 3: rank {rank} is in the backward's all-reduce, and the store through "
+            "which the ranks tell where they are does not answer: the process that keeps it is stopped, or its host is gone",
+            (tmp_path / f"stderr-{rank}").read_text(),
+        )
+
+
 # --- what takes long and is no hang ----------------------------------------------------------
 
 
@@ -258,28 +278,33 @@ def test_what_takes_long_and_is_no_hang_is_not_called_one(tmp_path: Path) -> Non
 # --- ranks at different collectives, and the end ---------------------------------------------
 
 
-class SavesAlone(ScalarWeight):
+class WaitsAlone(ScalarWeight):
+    """One rank comes to a collective that the others never come to."""
+
+    def on_fit_start(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == STALLED and self.global_rank == 1:
-            self.trainer.save_checkpoint("alone")
+            dist.barrier(self.group)
 
 
-def save_alone(folder: str, port: int) -> None:
+def wait_alone(folder: str, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with (Path(folder) / f"stderr-{os.environ['RANK']}").open("w", buffering=1) as sys.stderr:
         trainer = quiet_trainer(max_epochs=1, hang_timeout=LIMIT, hang_action="exit")
-        trainer.fit(SavesAlone(lr=0.01), DataLoader(torch.ones(2 * STEPS), 1))
+        trainer.fit(WaitsAlone(lr=0.01), DataLoader(torch.ones(2 * STEPS), 1))
 
 
 def test_ranks_at_different_collectives_are_named_and_ended_at_once_if_that_is_wanted(tmp_path: Path) -> None:
     with pytest.raises(RankError) as error:
-        with_store(save_alone, 2, tmp_path)
+        with_store(wait_alone, 2, tmp_path)
     assert "died with exit code 1" in str(error.value)
     assert re.findall(r"(?m)^rank \d", str(error.value)) == ["rank 0", "rank 1"]
     text = printed(tmp_path)
     assert re.match(
-        r"samestep: no progress for \d+ s at step 4: the ranks wait for each other at different places: rank 0 in the "
-        rf"backward's all-reduce {HERE}, rank 1 in the collective 'parameters of the checkpoint' {HERE}\n",
+        r"samestep: no progress for \d+ s at step \d: the ranks wait for each other at different places: rank 0 in the "
+        rf"(backward's all-reduce|collective 'control word') {HERE}, rank 1 in torch\.distributed\.barrier {HERE}\n",
         text,
     ), text
     assert "hang_action='exit': the run ends now." in text

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-class DivergedError(RuntimeError):
+class DivergedError(FloatingPointError):
     """The run can't go on: gradients or losses stay beyond all bounds. Raised on all ranks at the same step."""
 
 

@@ -6,20 +6,29 @@ import contextlib
 import faulthandler
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 _recorder: Any = torch._C._distributed_c10d  # pyright: ignore
 
 
-def collectives_begun() -> int | None:
-    """How many collectives this rank has begun in the default process group; None: the recorder can't say."""
+class Collectives(NamedTuple):
+    """Of this rank, in the default process group."""
+
+    begun: int
+    done: int
+
+
+def collectives() -> Collectives | None:
+    """Count them; None: the recorder can't say."""
     dump = getattr(_recorder, "_dump_fr_trace_json", None)
     if dump is None:
         return None
     status = json.loads(dump(includeCollectives=False)).get("pg_status", {}).get("0")
-    return None if status is None else int(status["last_enqueued_collective"])
+    if status is None:
+        return None
+    return Collectives(int(status["last_enqueued_collective"]), int(status["last_completed_collective"]))
 
 
 def write_dump(folder: Path, rank: int) -> None:

@@ -40,6 +40,7 @@ class Beat:
 class Hang:
     """Ranks that wait for others that do not come."""
 
+    step: int
     headline: str
     """All of it in one sentence."""
     details: tuple[str, ...]
@@ -95,7 +96,9 @@ def _hang(seconds: float, at: Sequence[Beat], what: str, absent: Sequence[Beat],
         counts = [f"{_ranks(list(group))}: {number}" for number, group in groupby(begun, key=lambda beat: beat.begun)]
         details.append(f"collectives begun in the training group (flight recorder): {', '.join(counts)}")
     step = max(beat.step for beat in at)
-    return Hang(f"no progress for {seconds:.0f} s at step {step}: {what}", tuple(details), (absent or beats)[0].rank)
+    return Hang(
+        step, f"no progress for {seconds:.0f} s at step {step}: {what}", tuple(details), (absent or beats)[0].rank
+    )
 
 
 def _by_collective(waiting: Iterable[Beat]) -> list[list[Beat]]:

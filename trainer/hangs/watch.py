@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ...strategies.error_file import record_error
 from ...strategies.process_group_strategy import ProcessGroupStrategy
-from .flight_recorder import collectives_begun, write_dump
+from .flight_recorder import collectives, write_dump
 from .judgement import Beat, Hang, judge
 from .whereabouts import stack_lines, whereabouts
 
@@ -121,10 +121,15 @@ class HangWatch:
         else:  # what took long before may take long again
             usual = 0.0 if here.waits else 2 * self._longest.get(here.phase, 0.0)
             patience = min(long, max(self._limit, usual))
-        stuck = age > self._limit / 2
+        waits, stack, counted = here.waits, (), None
+        if age > self._limit / 2:
+            counted, stack = collectives(), tuple(stack_lines(frame))
+            # A GPU runs behind the program, which waits where it next looks at it.
+            if counted is not None and counted.begun > counted.done and self._strategy.device.type == "cuda":
+                waits = waits or "a collective of the device"
         self._beat = Beat(
-            self._rank, self._beat.number + 1, time.time(), age, self._trainer.global_step, here.where, here.waits, patience,
-            long, collectives_begun() if stuck else None, tuple(stack_lines(frame)) if stuck else (),
+            self._rank, self._beat.number + 1, time.time(), age, self._trainer.global_step, here.where, waits, patience,
+            long, None if counted is None else counted.begun, stack,
         )  # fmt: skip
 
     def _counters(self) -> tuple[Any, ...]:
@@ -159,7 +164,7 @@ class HangWatch:
             self._store_missed = True
             where = self._beat.waits or self._beat.where
             self._found(Hang(
-                f"no progress for {self._beat.age:.0f} s at step {self._beat.step}: rank {self._rank} is in {where}, and the "
+                self._beat.step, f"no progress for {self._beat.age:.0f} s at step {self._beat.step}: rank {self._rank} is in {where}, and the "
                 "store through which the ranks tell where they are does not answer: the process that keeps it is stopped, or "
                 "its host is gone (rank 0's, or torchrun's on the first host)", (), 0,
             ), tells=True)  # fmt: skip
@@ -171,13 +176,14 @@ class HangWatch:
         try:
             while self._beat.age > self._limit / 2 and not self._ended.is_set():
                 known = _get(self._store, _FOUND)
-                if self.hang is None and known:
-                    self._found(Hang(**json.loads(known)["hang"]), tells=False)
+                found: dict[str, Any] = json.loads(known) if known else {}
+                if self.hang is None and found.get("hang"):
+                    self._found(Hang(**found["hang"]), tells=False)
                 elif self.hang is None and self._beat.age > self._limit / 2 + turn:
                     hang = judge(self._listen(heard), self._silence)
                     if hang is not None and self._beat.age >= self._limit + turn:
-                        mine = json.dumps({"found_by": self._rank, "hang": asdict(hang)})
-                        if self._store.compare_set(_FOUND, "", mine).decode() == mine:
+                        mine = self._finding(hang)
+                        if self._store.compare_set(_FOUND, known, mine).decode() == mine:
                             self._found(hang, tells=True)
                 self._answered = time.monotonic()
                 self._ended.wait(self._period)
@@ -206,16 +212,20 @@ class HangWatch:
         if tells:
             _say(f"{hang.text()}\n  {self._what_now()}")
         if self._trainer.writes:
-            write_dump(Path(self._trainer.run_folder) / "hangs" / f"step-{self._beat.step:08d}", self._rank)
+            write_dump(Path(self._trainer.run_folder) / "hangs" / f"step-{hang.step:08d}", self._rank)
         if self._exits:
             record_error(HangError(hang.headline))
             os._exit(1)
+
+    def _finding(self, hang: Hang | None) -> str:
+        """What is wrong now, or that nothing is any more, as it stands in the store; never the same text twice."""
+        return json.dumps({"by": self._rank, "at": time.time(), "hang": None if hang is None else asdict(hang)})
 
     def _over(self) -> None:
         """The rank moves again."""
         self.hang = None
         if self._told:
-            self._store.set(_FOUND, "")
+            self._store.set(_FOUND, self._finding(None))
             _say(f"samestep: the run goes on, at step {self._trainer.global_step}.")
 
     def _what_now(self) -> str:
@@ -238,4 +248,5 @@ def _get(store: dist.Store, key: str) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may hold the line
+    print(f"{bar}{text}", file=sys.stderr, flush=True)
