@@ -25,6 +25,8 @@ from samestep.trainer.hangs.judgement import Beat, judge
 from tasks import ScalarWeight, quiet_trainer
 from torch.utils.data import DataLoader, Dataset
 
+pytestmark = pytest.mark.timeout(300)  # eight hangs in one go
+
 LIMIT = 2.0
 STEPS = 6
 STALLED = 3  # the batch at which a rank stalls
