@@ -160,7 +160,9 @@ class HangWatch:
             self._answered = time.monotonic()
             self._reader = threading.Thread(target=self._read, name="samestep hang reader", daemon=True)
             self._reader.start()
-        elif time.monotonic() - self._answered > self._limit and not self._store_missed:
+            return
+        unanswered = time.monotonic() - self._answered > self._limit
+        if unanswered and self._beat.age >= self._beat.patience and not self._store_missed:
             self._store_missed = True
             where = self._beat.waits or self._beat.where
             self._found(Hang(
