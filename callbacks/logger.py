@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .callback import Callback
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Logger(Callback):
     """Base of loggers. A logger of your own needs `log_metrics`; the rest has harmless defaults."""
 
+    keeps_state_in_rollback: ClassVar[bool] = True
     run_folder: Path | None = None
     """The run's folder; set by the trainer."""
     first_step: int = 0

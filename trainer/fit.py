@@ -17,6 +17,7 @@ from .control import STOP, ControlWord
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
 from .data.windows import Window
+from .divergence import SkippedSteps
 from .evaluation import VALIDATION, EvaluationLoop
 from .hooks import HookTable, overrides
 from .loop import TrainingLoop
@@ -148,6 +149,11 @@ class FitRun:
             raise ValueError(
                 "accumulate_grad_batches and gradient_clip_val work with automatic optimization only: with "
                 "automatic_optimization=False, accumulate and clip in training_step (self.clip_gradients)."
+            )
+        if config.skip_nonfinite is not None:
+            raise ValueError(
+                "skip_nonfinite with automatic_optimization=False: the task steps its optimizers by itself. Leave it out, and "
+                "look at the gradients in training_step."
             )
 
     def _refuse_overrides_that_would_be_passed_over(self) -> None:
@@ -319,12 +325,14 @@ class FitRun:
             set_rng_state(self._rng_inside_epoch)
             self._rng_inside_epoch = None
 
-    def log_step(self, log: MetricLog) -> None:
+    def log_step(self, log: MetricLog, skipped: SkippedSteps | None) -> None:
         """Reduce and publish the values of a step."""
         logged = log.reduce_step()
         norm = self.trainer.gradient_norm
         if norm is not None:
             logged.for_logger["grad_norm"] = logged.for_callbacks["grad_norm"] = float(norm)
+        if skipped is not None:
+            logged.for_logger["skipped_steps"] = logged.for_callbacks["skipped_steps"] = float(skipped.total)
         self.trainer.publish(logged, log)
 
     def finish_epoch(self, log: MetricLog, *, whole: bool) -> None:

@@ -19,6 +19,7 @@ from ..strategies.clipping import parameters_of
 from .control import STOP
 from .data.uneven import uneven_windows
 from .data.windows import Window, windows
+from .divergence import SkippedSteps
 from .hooks import overrides
 from .metric_log import MetricLog
 from .task import Task
@@ -72,6 +73,7 @@ class TrainingLoop:
         self.clip_limit, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.log_interval, self.window = config.log_every_n_steps, config.accumulate_grad_batches
         self.step_schedulers = run.schedulers("step")
+        self.skipped = None if config.skip_nonfinite is None else SkippedSteps(self.strategy, config.skip_nonfinite)
         self.backward: Callable[[Tensor], None] = self.strategy.backward
         if overrides(self.task, "backward", Task):
             self.backward = self.task.backward
@@ -152,6 +154,8 @@ class TrainingLoop:
             self.strategy.unscale_gradients(optimizer)
         for hook in self.hooks.on_before_optimizer_step:
             hook(self.trainer, self.task, optimizer)
+        if self.skipped is not None and self.skipped.must_skip(optimizer, self.progress.global_step):
+            return
         if self.clips_itself:
             self.task.configure_gradient_clipping(optimizer, self.clip_limit, self.clip_algorithm)
         elif self.clip_limit is not None:
@@ -242,7 +246,7 @@ class TrainingLoop:
             self.train_window(window)
             log.end_step()
             if progress.global_step != before and progress.global_step % self.log_interval == 0:
-                run.log_step(log)
+                run.log_step(log, self.skipped)
             if run.deadline is not None and time.monotonic() > run.deadline:
                 trainer.stop("max_time is over")
             if control.poll() & STOP:

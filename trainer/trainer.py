@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ from .control import SAVE, STOP, ControlWord
 from .data.loaders import LIMITS
 from .data.source import DataSource
 from .data_module import DataModule
+from .divergence import DivergedError, Snapshot
 from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
 from .fit import FitRun
+from .hangs import HangWatch
 from .hooks import overrides
 from .metric_log import Logged, MetricLog
 from .misnomers import check_names
@@ -122,6 +125,7 @@ class Trainer:
         self.strategy.check_step(
             accumulation=self.config.accumulate_grad_batches,
             clip_limit=self.config.gradient_clip_val,
+            skips=self.config.skip_nonfinite is not None,
         )
         self.callbacks = all_callbacks(self.config, callbacks, logger, development=bool(given.fast_dev_run))
         if self.config.seed is not None:
@@ -162,6 +166,10 @@ class Trainer:
         """Whether fit is running, with the validations in it."""
         self.is_last_batch = False
         """Whether the running micro-batch, or the one just done, is the last of its epoch, where that can be known."""
+        self.seconds_saving = 0.0
+        """How long `save_checkpoint` has kept this process, in all."""
+        self.hang_watch: HangWatch | None = None
+        """Says, in a run on several ranks, if some wait for one that does not come; its `hang` is what is wrong now."""
         self.resumed_from: Path | None = None
         """The checkpoint this run goes on from; it is never removed."""
 
@@ -301,7 +309,11 @@ class Trainer:
             CheckpointError: no run has begun, or it could not be written.
             RuntimeError: another rank is at another place.
         """
-        save(self, Path(filepath), weights_only=weights_only)
+        begun = time.monotonic()
+        try:
+            save(self, Path(filepath), weights_only=weights_only)
+        finally:
+            self.seconds_saving += time.monotonic() - begun
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, unless it is the one this run was resumed from. For rank 0 to call."""
@@ -324,6 +336,22 @@ class Trainer:
     def timed_save_agreed(self) -> bool:
         """Whether all ranks agreed, at the end of the last step, that a checkpoint is due."""
         return bool(self.control.agreed & SAVE)
+
+    def take_snapshot(self) -> Snapshot:
+        """Copy the state of training, without the position in the data, to the CPU's memory. All ranks must."""
+        return Snapshot.take(self)
+
+    def go_back(self, snapshot: Snapshot) -> None:
+        """Bring training back to a snapshot, and go on with the samples that come next. All ranks must, at the same step."""
+        snapshot.restore(self)
+
+    def diverge(self, reason: str) -> NoReturn:
+        """End the run as diverged, on all ranks at the same step.
+
+        Raises:
+            DivergedError: with the reason.
+        """
+        raise DivergedError(reason)
 
     def learning_rates(self) -> LearningRates:
         """The learning rate now, at its highest from here on, and in the last step of the plan.
