@@ -49,6 +49,10 @@ class LearningRateMonitor(Callback):
             self._used |= self._rates(trainer)
             self._epoch_begins = False
 
+    def on_validation_start(self, trainer: Trainer, task: Task) -> None:
+        """Log the rates of the step before its validation: a checkpoint that is saved at its end is behind them."""
+        self.on_train_step_end(trainer, task)
+
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
         """Log the rates of the step."""
         if self._used:
