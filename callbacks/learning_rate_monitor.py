@@ -74,6 +74,10 @@ class LearningRateMonitor(Callback):
         if self._by_epoch or (trainer.global_step + 1) % self._every == 0:
             self._noted |= self._rates(trainer, optimizer)
 
+    def on_validation_start(self, trainer: Trainer, task: Task) -> None:
+        """Log the rates of the step before its validation: a checkpoint that is saved at its end is behind them."""
+        self.on_train_step_end(trainer, task)
+
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
         """Log the rates of the step, if it was taken."""
         if not self._noted:
