@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
@@ -81,6 +82,30 @@ def _reason(failure: Any) -> str:
     elif failure.exitcode > 0:
         message = ""  # advice of torch's
     return f": {message.splitlines()[0]}" if message else ""
+
+
+def end_with_launcher() -> None:
+    """From here on this rank ends when torch's agent, which started it, is gone: nobody else would end it.
+
+    It gets a SIGTERM, so that it may save; what is left of it after half a minute is ended for good.
+    """
+    global _watched
+    if _watched or not os.environ.get("TORCHELASTIC_RUN_ID"):
+        return
+    _watched = True
+
+    def watch(launcher: int = os.getppid()) -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        print("samestep: the process that started this rank is gone, so the rank ends.", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="samestep: launcher", daemon=True).start()
+
+
+_watched = False
 
 
 def own_command() -> list[str]:

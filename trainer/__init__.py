@@ -1,17 +1,23 @@
 """The loop, the task, data, metrics and checkpoints."""
 
+from ..strategies import process_groups
 from ..strategies.error_file import record_uncaught_errors
+from ..strategies.first_cause import PeerError
 from .checkpoint import CheckpointError
 from .config import TrainerConfig
 from .data_module import DataModule
 from .overrides import from_command_line
 from .randomness import seed_everything
+from .signals import Interrupted, Preempted
 from .task import Task
 from .trainer import Trainer
 
 __all__ = [
     "CheckpointError",
     "DataModule",
+    "Interrupted",
+    "PeerError",
+    "Preempted",
     "Task",
     "Trainer",
     "TrainerConfig",
@@ -19,4 +25,5 @@ __all__ = [
     "seed_everything",
 ]
 
+process_groups.depart_at_exit()
 record_uncaught_errors()  # under torch's agent; from here on, to see also what fails before a Trainer is built

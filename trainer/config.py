@@ -96,6 +96,9 @@ class TrainerConfig:
     enable_model_summary: bool = True
     """Show the layers and the step panel when fit starts."""
 
+    enable_signal_handlers: bool = True
+    """On SIGTERM, SIGINT or SIGUSR1 save, and end the program; all ranks at the same step. False: leave signals alone."""
+
     accumulate_grad_batches: int = 1
     """Batches in one step (the window). The gradient is their mean; a short last window is a mean of fewer."""
 
@@ -157,7 +160,7 @@ class TrainerConfig:
                     "a share above 0, or 1 or more batches; limit_val_batches=0 turns validation off",
                 )
         for name in (
-            "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "inference_mode",
+            "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_signal_handlers", "inference_mode",
             "detect_anomaly", "use_distributed_sampler", "sync_batchnorm",
         ):  # fmt: skip
             _one_of(self, name, (True, False))

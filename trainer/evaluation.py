@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..callbacks.callback import Callback
+from .control import ControlWord
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
 from .data.transfer import move_to_device
@@ -41,6 +42,10 @@ class Stage:
 VALIDATION = Stage("validation", "validation_step", "val_dataloader", "validation")
 TEST = Stage("test", "test_step", "test_dataloader", "test")
 PREDICTION = Stage("predict", "predict_step", "predict_dataloader", "prediction")
+
+
+class EvaluationEnded(Exception):
+    """All ranks agreed to leave, in the middle of an evaluation. The fit around it does."""
 
 
 class EvaluationLoop:
@@ -75,6 +80,7 @@ class EvaluationLoop:
         most: int | None = None,
         keep: bool = False,
         before_end: Callable[[], None] | None = None,
+        control: ControlWord | None = None,
     ) -> tuple[Logged, list[list[Any]]]:
         """Evaluate.
 
@@ -82,6 +88,10 @@ class EvaluationLoop:
             most: batches of each loader at most.
             keep: also return what the step returned, by loader and batch.
             before_end: called when the metrics are published, before the hooks that may save a checkpoint.
+            control: asked between batches whether all ranks leave.
+
+        Raises:
+            EvaluationEnded: they do.
         """
         trainer, task, loaders = self.trainer, self.task, self.loaders
         lengths = [math.inf if loader.length is None else loader.length for loader in loaders]
@@ -91,11 +101,14 @@ class EvaluationLoop:
         kept: list[list[Any]] = []
         # On each rank BatchNorm has seen other samples: rank 0's statistics count, as in the checkpoint.
         trainer.strategy.synchronize(task)
+        shared = None if control is None else self._shared_batches(most)
         with self._mode():
             self._call("start")
             self._call("epoch_start")
-            for index, loader in enumerate(loaders):
-                kept.append(self._run_loader(index, loader, log, most, keep, several=len(loaders) > 1))
+            with nullcontext() if control is None else control.pace_of_its_own():
+                for index, loader in enumerate(loaders):
+                    asked = None if control is None or shared is None else (control, shared[index])
+                    kept.append(self._run_loader(index, loader, log, most, keep, asked, several=len(loaders) > 1))
             log.batch = None
             logged = log.reduce_epoch()
             trainer.publish(logged, log)
@@ -113,8 +126,22 @@ class EvaluationLoop:
         trainer.active_log = before
         return logged, kept
 
+    def _shared_batches(self, most: int | None) -> list[int]:
+        """For each loader, the batches that every rank has: only behind these can all ranks agree on something."""
+        mine = [loader.length or 0 for loader in self.loaders]
+        every = self.trainer.strategy.gather_objects(mine, name=f"lengths of the {self.stage.data} loaders")
+        return [min(lengths if most is None else (*lengths, most)) for lengths in zip(*every, strict=True)]
+
     def _run_loader(
-        self, index: int, loader: PreparedLoader, log: MetricLog, most: int | None, keep: bool, *, several: bool
+        self,
+        index: int,
+        loader: PreparedLoader,
+        log: MetricLog,
+        most: int | None,
+        keep: bool,
+        asked: tuple[ControlWord, int] | None,
+        *,
+        several: bool,
     ) -> list[Any]:
         stage, trainer, task = self.stage, self.trainer, self.task
         starts, ends = self.hooks.of(f"on_{stage.name}_batch_start"), self.hooks.of(f"on_{stage.name}_batch_end")
@@ -137,6 +164,8 @@ class EvaluationLoop:
                 hook(trainer, task, output, batch, batch_idx, *where)
             if keep:
                 outputs.append(move_to_device(output, torch.device("cpu")))
+            if asked is not None and batch_idx < asked[1] and asked[0].leaves():
+                raise EvaluationEnded
             if most is not None and batch_idx + 1 >= most:
                 break
         else:
