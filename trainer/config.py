@@ -29,6 +29,10 @@ class TrainerConfig:
     num_nodes: int | None = None
     """Hosts. None: as many as torchrun says. A number is checked against that."""
 
+    max_restarts: int = 0
+    """How often all ranks of `devices=N` are started again after one has failed; `ckpt_path="auto"` then goes on.
+    torchrun has an option of the same name; another number than torchrun's is refused."""
+
     strategy: str = "auto"
     """`auto` (DDP on several processes), `ddp`, `ddp_find_unused_parameters_true`, `single_device`;
     or a `Strategy` object, given to `Trainer(strategy=…)`."""
@@ -143,6 +147,7 @@ class TrainerConfig:
             _whole(self, name, least=-1, optional=name == "max_epochs")
         for name in ("min_epochs", "min_steps"):
             _whole(self, name, least=0, optional=True)
+        _whole(self, "max_restarts", least=0)
         for name in ("num_nodes", "check_val_every_n_epoch"):
             _whole(self, name, least=1, optional=True)
         for name in ("log_every_n_steps", "accumulate_grad_batches"):

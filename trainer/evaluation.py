@@ -44,7 +44,7 @@ TEST = Stage("test", "test_step", "test_dataloader", "test")
 PREDICTION = Stage("predict", "predict_step", "predict_dataloader", "prediction")
 
 
-class EvaluationEnded(Exception):
+class EvaluationEnded(BaseException):
     """All ranks agreed to leave, in the middle of an evaluation. The fit around it does."""
 
 

@@ -40,7 +40,9 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
     """The frame of one fit, validate, test or predict: task and data are set up and on their device inside."""
     refuse_import_of_main(stage)
     if trainer.processes_to_launch:
-        relaunch(trainer.processes_to_launch)  # never returns: the ranks run this program from its start
+        relaunch(
+            trainer.processes_to_launch, max_restarts=trainer.config.max_restarts
+        )  # never returns: the ranks run this program from its start
     for busy in (trainer, task.attached_trainer):
         if busy is not None and busy.running:
             raise RuntimeError(

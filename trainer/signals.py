@@ -85,7 +85,9 @@ class SignalHandlers:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         if error is None and self._received:  # it came when training was over already
