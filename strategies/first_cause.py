@@ -23,7 +23,7 @@ _CONSEQUENCE = re.compile(
 )
 _TIMED_OUT = re.compile(r"Timed out waiting \d+ ?ms|Application timeout caused pair closure")
 # Seconds that a rank that has lost its peers waits for word of why. They fail within milliseconds of each other.
-_PATIENCE = 2.0
+_PATIENCE = 1.0
 _FIRST, _LEFT = "first", "left"
 
 

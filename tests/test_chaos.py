@@ -207,7 +207,10 @@ def test_faults_are_read() -> None:
     [
         ("", "holds no fault"),
         ("kil rank=1", "no fault 'kil': expected one of kill, term"),
-        ("kill ranks=1", "'ranks=1' in the fault 'kill ranks=1': expected name=value with rank, step, phase, restart, to"),
+        (
+            "kill ranks=1",
+            "'ranks=1' in the fault 'kill ranks=1': expected name=value with rank, step, phase, restart, to",
+        ),
         ("kill rank=one", "rank=one: expected a whole number"),
         ("kill phase=train", "phase=train in the fault 'kill phase=train': expected setup, loading"),
         ("nan phase=training", "expected backward"),

@@ -329,7 +329,9 @@ def meet_alone(rank: int, more: dict[str, str]) -> Any:
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samestep.strategies.meeting._SAID_AFTER", 0.5)
-    with pytest.raises(RuntimeError, match=r"rank 0 has waited 2 s for the other ranks; missing: 1\. Their own messages"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 has waited 2 s for the other ranks; missing: 1\. Their own messages"
+    ):
         meet_alone(0, {"MASTER_PORT": str(free_port())})
 
 

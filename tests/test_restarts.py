@@ -43,7 +43,7 @@ def launch(folder: str, faults: str, restarts: int) -> dict[int, tuple[int, Any]
     return elastic_launch(config, train)(folder, faults)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_whose_ranks_are_killed_twenty_times_ends_like_one_that_was_not(tmp_path: Path) -> None:
     kills, draw = 20, random.Random(5)
     steps = sorted(draw.randrange(STEPS) for _ in range(kills))  # some twice: killed again in the step it came back to

@@ -144,7 +144,9 @@ class Prepares(Draws):
 
 def train_plainly(folder: str) -> None:
     keep = ModelCheckpoint(every_n_train_steps=2)
-    trainer = quiet_trainer(max_steps=4, precision=64, enable_checkpointing=True, callbacks=[keep], default_root_dir=folder)
+    trainer = quiet_trainer(
+        max_steps=4, precision=64, enable_checkpointing=True, callbacks=[keep], default_root_dir=folder
+    )
     trainer.fit(Draws(), loader(32, 2), loader(8, 2), ckpt_path="auto")
 
 
@@ -214,7 +216,9 @@ def kill_twice(*numbers: int) -> None:
         ((signal.SIGUSR1, signal.SIGTERM), 143, ""),  # the warning, and then the end: the save goes on
     ],
 )
-def test_the_same_signal_again_ends_a_rank_at_once(numbers: tuple[int, ...], code: int, told: str, tmp_path: Path) -> None:
+def test_the_same_signal_again_ends_a_rank_at_once(
+    numbers: tuple[int, ...], code: int, told: str, tmp_path: Path
+) -> None:
     (ended,) = end_ranks(kill_twice, 1, *numbers)
     assert ended.exit_code == code, ended.told
     assert told in ended.told
@@ -230,7 +234,9 @@ def test_the_programs_own_handler_is_called_and_comes_back(capsys: pytest.Captur
     before = signal.signal(signal.SIGUSR1, own)
     try:
         trainer = quiet_trainer(max_epochs=1)
-        with pytest.raises(Preempted, match=r"SIGUSR1 received \(epoch 0, step 3\): nothing is saved, since there is no"):
+        with pytest.raises(
+            Preempted, match=r"SIGUSR1 received \(epoch 0, step 3\): nothing is saved, since there is no"
+        ):
             trainer.fit(Kills(signal.SIGUSR1), ones())
         assert seen == [signal.SIGUSR1]
         assert trainer.global_step == 3

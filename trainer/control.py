@@ -22,7 +22,7 @@ STOP = 1
 SAVE = 2
 """A timed checkpoint is due."""
 
-LEAVE = 4
+LEAVE = 8
 """A signal came: save, and end the program."""
 
 # Seconds between two words, about.
@@ -35,6 +35,7 @@ class ControlWord:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy, self._alone = strategy, strategy.world_size == 1
         self._raised = 0
+        self._carried = 0  # agreed in a validation, and not told to the loop yet
         self._pending: Pending | None = None
         # Steps from one word to the next, and to go. Starts with every step: a step may take minutes.
         self._interval = 1
@@ -62,42 +63,41 @@ class ControlWord:
     def poll(self) -> int:
         """Return the flags that all ranks agreed on. Called by every rank after every step."""
         if self._alone:
-            self.agreed, self._raised = self._raised | (LEAVE if self.signal else 0), 0
+            self.agreed = self._carried | self._raised | (LEAVE if self.signal else 0)
+            self._raised = self._carried = 0
             return self.agreed
         self._steps += 1
         if self._pending is not None:
             return self._read(self._pending)
-        self.agreed = 0
+        self.agreed, self._carried = self._carried, 0
         self._countdown -= 1
         if self._countdown <= 0:
             self._start()
-        return 0
+        return self.agreed
 
     def leaves(self) -> bool:
         """Whether all ranks agreed to leave. Called by every rank between the batches of a validation.
 
-        What else they agreed on comes up again after the next step.
+        What else they agree on there comes up with the flags of the next step; those of the last one stay.
         """
-        return bool(self._put_back(self.poll) & LEAVE)
+        before = self.agreed
+        self._carried |= self.poll()
+        self.agreed = before
+        return bool(self._carried & LEAVE)
 
     @contextmanager
     def pace_of_its_own(self) -> Generator[None]:
         """Inside, words come as often as what happens there allows: a validation's batches take another time than steps."""
-        self._put_back(self._finish)
+        before = self.agreed
+        self._carried |= self._finish()
         kept, now = (self._interval, self._countdown, self._steps), time.monotonic()
         behind = now - self._last
         self._interval, self._countdown, self._steps, self._last = 1, 1, 0, now
         yield
-        self._put_back(self._finish)
+        self._carried |= self._finish()
+        self.agreed = before
         self._interval, self._countdown, self._steps = kept
         self._last = time.monotonic() - behind
-
-    def _put_back(self, agree: Callable[[], int]) -> int:
-        """Agree between steps: what belongs to steps is raised again, and the last step's flags stay."""
-        before = self.agreed
-        flags = agree()
-        self.agreed, self._raised = before, self._raised | flags & (STOP | SAVE)
-        return flags
 
     def _finish(self) -> int:
         """Read the word that is in flight, if there is one."""
@@ -128,7 +128,7 @@ class ControlWord:
         stop, save, number, negated_interval = cast("list[int]", pending.wait().tolist())
         self._pending = None
         self._interval = self._countdown = -negated_interval
-        self.agreed = stop | save
+        self.agreed, self._carried = self._carried | stop | save, 0
         if number:
             self.signal, self.agreed = number, self.agreed | LEAVE
         return self.agreed

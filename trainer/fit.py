@@ -97,8 +97,8 @@ class FitRun:
         self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         trainer.training, trainer.active_log = True, loop.log
         self._call("on_train_start")
-        if self._checkpoint is not None and self.control.settle() & STOP:
-            self.stopping = True  # the run before had been stopped, and saved when it was
+        if self._checkpoint is not None:  # the run before may have been stopped, and saved when it was
+            self.follow(self.control.settle())
         return loop
 
     def finish(self) -> None:
@@ -329,14 +329,14 @@ class FitRun:
                     self.step_scheduler(config)
         for hook in self.hooks.monitor_train_epoch_end:
             hook(trainer, self.task)
-        self.obey(self.control.settle())
+        self.follow(self.control.settle())
         if self.leaving:
             self.leave()
 
     # --- after a signal --------------------------------------------------------------------
 
-    def obey(self, flags: int) -> None:
-        """Remember what all ranks agreed on."""
+    def follow(self, flags: int) -> None:
+        """Remember what all ranks agreed on at this step."""
         if flags & STOP:
             self.stopping = True
         if flags & LEAVE:

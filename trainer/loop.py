@@ -247,7 +247,7 @@ class TrainingLoop:
             if run.deadline is not None and time.monotonic() > run.deadline:
                 trainer.stop("max_time is over")
             if flags := control.poll():
-                run.obey(flags)
+                run.follow(flags)
             if run.next_validation <= progress.batch_idx != length:  # at an epoch's last batch, its end does it
                 run.validate(log)
             for hook in self.hooks.on_train_step_end:
