@@ -92,8 +92,8 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
     A default process group that the caller initialized is used as it is, and left alone at the end.
 
     Raises:
-        RuntimeError: MASTER_ADDR or MASTER_PORT is missing, or the peers can't be reached in
-            `timeout` (gloo waits up to five times as long for the last connection); the message names those missing.
+        RuntimeError: MASTER_ADDR or MASTER_PORT is missing, or peers don't come in `timeout`; the message names those
+            missing. Once all are there, gloo waits up to five times as long for a connection.
     """
     global _groups, _departures, _opened, _abandoned
     _abandoned = False
@@ -115,11 +115,11 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DistributedDataParallel on gloo: use INFO instead."
             )
         job = store_of_job(environment, timeout)
-        place, _departures = dist.PrefixStore(f"group_{next(_joined)}", job), departures_of(job)
-        meet(place, _departures, environment, timeout)
+        meeting, _departures = dist.PrefixStore(f"group_{next(_joined)}", job), departures_of(job)
+        meet(meeting, _departures, environment, timeout)
         dist.init_process_group(
             backend,
-            store=place,
+            store=meeting,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,

@@ -18,7 +18,7 @@ from ending_ranks import end_ranks
 from samestep.callbacks import ModelCheckpoint
 from samestep.callbacks.chaos import Chaos, Fault, damage, parse_faults
 from samestep.strategies import DDPStrategy
-from samestep.trainer import CheckpointError, Trainer
+from samestep.trainer import Trainer
 from samestep.trainer.__main__ import main
 from samestep.trainer.checkpoint import newest_intact
 from tasks import Regression, ScalarWeight, loader, numbers, quiet_trainer

@@ -8,7 +8,7 @@ the same flags at the same step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import cast
 
