@@ -252,6 +252,21 @@ class ModelCheckpoint(Callback):
             score = f" ({self.monitor} {value:.6g})" if self.monitor and value is not None else ""
             trainer.print(f"ModelCheckpoint: step {trainer.global_step} saved in {path}{score}.")
 
+    def save_to_resume(self, trainer: Trainer) -> str:
+        """Save what a resume needs, whatever is due, because the run ends here; return its path. All ranks call it.
+
+        It is the last checkpoint, and not one of those to be kept: the run that goes on from it leaves it, the next one
+        removes it.
+        """
+        name = f"step-{trainer.global_step:08d}"
+        path = trainer.strategy.broadcast(self._claimed_path(trainer, name), name="checkpoint path")
+        self.last_path, self._last_step = path, trainer.global_step
+        self._outlived.append(path)
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero and self.save_last:
+            _link(Path(path).parent / "last", path)
+        return path
+
     def _value(self, trainer: Trainer) -> float | None:
         """What this moment's checkpoint is judged by; NaN: it is the worst; None: it is none of those to be kept."""
         if self.monitor is None:

@@ -44,6 +44,7 @@ from .progress import Progress
 from .randomness import seed_everything
 from .results import print_results
 from .session import check_initialized, session
+from .signals import SignalHandlers
 from .strategy_check import check_strategy
 from .task import Task
 
@@ -139,6 +140,8 @@ class Trainer:
         self.seed = self.config.seed or 0
         """The seed all ranks agreed on, at the start of a run."""
         self.control = ControlWord(self.strategy)
+        self.signals = SignalHandlers(enabled=False, rank=self.strategy.rank)
+        """What the signals of the running stage come to."""
         self.active_log: MetricLog | None = None
         self.stop_reason: str | None = None
         """What `stop` was told on this rank; after fit, on the first rank that asked."""
@@ -199,6 +202,8 @@ class Trainer:
         Raises:
             TypeError, ValueError: task, loaders, optimizers or options don't fit; before anything is trained.
             CheckpointError: the checkpoint is not there, damaged, or does not fit.
+            Preempted, Interrupted: a signal ended the run, after all ranks had saved. They end the program, too.
+            PeerError: another rank ended the run.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
