@@ -32,6 +32,9 @@ class ProcessGroups:
     store: dist.Store
     """Where ranks tell which collective they come to."""
 
+    checkpoints: dist.ProcessGroup | None = None
+    """For the thread that writes checkpoints, gloo; made when it is needed."""
+
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def announce(self, name: str) -> None:
@@ -59,9 +62,19 @@ class ProcessGroups:
                 "`if trainer.is_global_zero:`."
             )
 
+    def for_checkpoints(self, timeout: timedelta) -> dist.ProcessGroup:
+        """The group of the thread that writes checkpoints. All ranks come here together, in the main thread.
+
+        Two threads that use one gloo group get each other's values.
+        """
+        if self.checkpoints is None:
+            self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAttributeAccessIssue]
+        assert self.checkpoints is not None
+        return self.checkpoints
+
     def let_go(self) -> None:
         """Drop the groups, whoever still holds this object: a group ends its threads when nobody refers to it."""
-        del self.training, self.control
+        del self.training, self.control, self.checkpoints
 
 
 # Names of collectives that stay in the store. No rank is ever so far behind: each collective waits for all.
@@ -130,7 +143,9 @@ def leave() -> None:
     if groups is None:
         return
     if dist.is_initialized() and groups.training is dist.group.WORLD:
-        dist.destroy_process_group(None if _opened else groups.control)
+        for group in (None,) if _opened else (groups.control, groups.checkpoints):
+            if _opened or group is not None:
+                dist.destroy_process_group(group)
     _opened = False
     if not _abandoned:
         groups.let_go()

@@ -20,6 +20,9 @@ STOP = 1
 SAVE = 2
 """A timed checkpoint is due."""
 
+WRITTEN = 4
+"""A checkpoint was written in the background, or failed to be. Never raised: it follows from `ControlWord.written`."""
+
 # Seconds between two words, about.
 PERIOD = 1.0
 
@@ -38,6 +41,10 @@ class ControlWord:
         self._last = time.monotonic()
         self.agreed = 0
         """The flags all ranks saw at the end of the last step."""
+        self.written = 0
+        """Number of the newest checkpoint that this rank's writer is done with; set in the writer's thread."""
+        self.agreed_written = 0
+        """The highest `written` of all ranks, as far as they told it. With it comes `WRITTEN`, once."""
 
     @property
     def in_flight(self) -> bool:
@@ -52,6 +59,9 @@ class ControlWord:
         """Return the flags that all ranks agreed on. Called by every rank after every step."""
         if self._alone:
             self.agreed, self._raised = self._raised, 0
+            if self.written != self.agreed_written:
+                self.agreed_written = self.written
+                self.agreed |= WRITTEN
             return self.agreed
         self._steps += 1
         if self._pending is not None:
@@ -79,13 +89,16 @@ class ControlWord:
         wanted = min(2 * self._interval, max(1, int(self._steps * PERIOD / max(elapsed, 1e-9))))
         self._steps = 0
         # A maximum of flags is their union, bit by bit; of negated intervals it is the shortest.
-        word = torch.tensor([self._raised & STOP, self._raised & SAVE, -wanted])
+        word = torch.tensor([self._raised & STOP, self._raised & SAVE, self.written, -wanted])
         self._raised = 0
         self._pending = self._strategy.start_all_reduce_max(word, name="control word")
 
     def _read(self, pending: Pending) -> int:
-        stop, save, negated_interval = cast("list[int]", pending.wait().tolist())
+        stop, save, written, negated_interval = cast("list[int]", pending.wait().tolist())
         self._pending = None
         self._interval = self._countdown = -negated_interval
         self.agreed = stop | save
+        if written != self.agreed_written:
+            self.agreed_written = written
+            self.agreed |= WRITTEN
         return self.agreed

@@ -11,7 +11,7 @@ from ..callbacks.wording import counted
 from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
-from .control import STOP, ControlWord
+from .control import STOP, WRITTEN, ControlWord
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
 from .data.windows import Window
@@ -93,12 +93,13 @@ class FitRun:
         self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         trainer.training, trainer.active_log = True, loop.log
         self._call("on_train_start")
-        if self._checkpoint is not None and self.control.settle() & STOP:
-            self.stopping = True  # the run before had been stopped, and saved when it was
+        if self._checkpoint is not None:  # the run before may have been stopped, and saved when it was
+            self.follow(self.control.settle())
         return loop
 
     def finish(self) -> None:
         """Announce the end, and say why it came early, or that it came to nothing."""
+        self.trainer.wait_for_checkpoint()
         self.trainer.strategy.check_same_parameters(self.task, name="parameters at the end")
         self._tell_if_nothing_was_trained()
         self._call("on_train_end")
@@ -251,6 +252,17 @@ class FitRun:
         self._plan_validation(self.length)
         return self.train_loader
 
+    def follow(self, flags: int) -> None:
+        """Do what all ranks agreed on at this step.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written in the background.
+        """
+        if flags & STOP:
+            self.stopping = True
+        if flags & WRITTEN:
+            self.trainer.checkpoint_writer.settle(self.control.agreed_written)
+
     def _uneven_policy(self) -> Literal["stop", "join"] | None:
         strategy = self.trainer.strategy
         unsized = strategy.gather_objects(self.train_loader.length is None, name="which loaders have a length")
@@ -278,6 +290,7 @@ class FitRun:
     def bring_together(self, source: int) -> None:
         """An epoch is over that some ranks had no data for at its end: what they missed comes from one that had."""
         trainer, strategy = self.trainer, self.trainer.strategy
+        trainer.wait_for_checkpoint()  # callbacks' state must not hold what is on its way
         strategy.synchronize(self.task)
         strategy.join(range(strategy.world_size))
         states = [callback.state_dict() for callback in trainer.callbacks]
@@ -322,8 +335,7 @@ class FitRun:
                     self.step_scheduler(config)
         for hook in self.hooks.monitor_train_epoch_end:
             hook(trainer, self.task)
-        if self.control.settle() & STOP:
-            self.stopping = True
+        self.follow(self.control.settle())
 
     # --- validation ------------------------------------------------------------------------
 

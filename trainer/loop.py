@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..strategies.base import Strategy
 from ..strategies.clipping import parameters_of
-from .control import STOP
 from .data.uneven import uneven_windows
 from .data.windows import Window, windows
 from .hooks import overrides
@@ -243,8 +242,8 @@ class TrainingLoop:
                 run.log_step(log)
             if run.deadline is not None and time.monotonic() > run.deadline:
                 trainer.stop("max_time is over")
-            if control.poll() & STOP:
-                run.stopping = True
+            if flags := control.poll():
+                run.follow(flags)
             if run.next_validation <= progress.batch_idx != length:  # at an epoch's last batch, its end does it
                 run.validate(log)
             for hook in self.hooks.on_train_step_end:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.wording import counted
 from ..strategies import Environment, Precision, Strategy
 from .callback_list import all_callbacks
-from .checkpoint import remove_checkpoint
+from .checkpoint.background import BackgroundWriter
 from .checkpoint.resolve import checkpoint_to_resume, read
+from .checkpoint.retention import retire
 from .checkpoint.staging import claim_new
 from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
@@ -134,6 +135,7 @@ class Trainer:
         self.seed = self.config.seed or 0
         """The seed all ranks agreed on, at the start of a run."""
         self.control = ControlWord(self.strategy)
+        self.checkpoint_writer = BackgroundWriter(self.strategy.say)
         self.active_log: MetricLog | None = None
         self.stop_reason: str | None = None
         """What `stop` was told on this rank; after fit, on the first rank that asked."""
@@ -282,14 +284,48 @@ class Trainer:
         """
         save(self, Path(filepath), weights_only=weights_only)
 
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, unless it is the one this run was resumed from. For rank 0 to call."""
-        if not self.resumes_from(filepath):
-            remove_checkpoint(Path(filepath))
+    def start_checkpoint(
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        *,
+        retired: Callable[[], Any],
+        settled: Callable[[Any], None],
+        background: bool = True,
+    ) -> None:
+        """As `save_checkpoint`, but come back as soon as the state is copied: a thread writes it while training goes on.
 
-    def resumes_from(self, filepath: str | os.PathLike[str]) -> bool:
-        """Whether this run was resumed from the checkpoint `filepath`."""
-        return self.resumed_from is not None and Path(filepath).resolve() == self.resumed_from.resolve()
+        One is written at a time: the next one, of either kind, waits for it. Where the strategy has no collectives for
+        the thread, it is written before this returns.
+
+        Args:
+            filepath: the folder.
+            weights_only: leave out what a resume needs.
+            retired: called on rank 0, in the thread, when the checkpoint is on the disk: to remove what it replaces.
+            settled: called on all ranks in the main thread, at the same step, with what `retired` returned.
+            background: False: write it before this returns.
+
+        Raises:
+            CheckpointError: no run has begun, or the checkpoint before could not be written. That this one could not is
+                raised later, on all ranks at the same step; at the latest before fit returns.
+        """
+        save(self, Path(filepath), weights_only=weights_only, retired=retired, settled=settled, background=background)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being written in the background. All ranks must call it, at the same place.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.checkpoint_writer.settle()
+
+    def retire_checkpoints(self, dropped: Sequence[str], staying: Sequence[str], monitor: str | None) -> list[str]:
+        """Delete checkpoints that are kept no more; return those that are left all the same. For rank 0 to call.
+
+        Left are the one that this run was resumed from and, where nothing in `staying` is finite, the newest that is:
+        finite are weights without inf and NaN, with such a value of the metric `monitor`.
+        """
+        return retire(dropped, staying, monitor, self.resumed_from)
 
     def claim_checkpoint(self, filepath: str | os.PathLike[str]) -> bool:
         """Take a name for the next `save_checkpoint`; False: it is taken. For rank 0 to call."""

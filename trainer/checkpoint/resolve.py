@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .folder import Checkpoint, CheckpointError, newest_intact, read_checkpoint
+from .folder import CheckpointError, newest_intact
+from .read import Checkpoint, read_checkpoint
 
 if TYPE_CHECKING:
     from ...callbacks.model_checkpoint import ModelCheckpoint
