@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 # What `filename` holds a value's place with: {name} or {name:format}.
 _FIELD = r"\{([^}:]+)(:[^}]*)?\}"
 _LINKS = ("best", "last")
-_KINDS = {
+_KINDS: dict[Any, str] = {
     bool: "True or False",
     int: "a whole number",
     str: "a string",
+    os.PathLike: "a path",
     timedelta: "a timedelta, such as timedelta(minutes=30)",
+    type(None): "None",
 }
 
 
@@ -40,8 +42,8 @@ class _Kept(NamedTuple):
     last: str
     """The newest."""
     outlived: list[str]
-    """What is kept no more, and has not been removed: the run was resumed from it, it is the last one that is finite, or
-    the run was ended before it could."""
+    """What is kept no more, but may be there still: it is removed when all ranks know of the newest, or by the next run
+    where this one ends before; or it is left because the run was resumed from it, or because it is the last finite one."""
 
 
 class ModelCheckpoint(Callback):
@@ -99,6 +101,7 @@ class ModelCheckpoint(Callback):
         check_mode("ModelCheckpoint", mode)
         _check_types(
             {
+                "dirpath": (dirpath, os.PathLike | str | None),
                 "filename": (filename, str | None),
                 "monitor": (monitor, str | None),
                 "verbose": (verbose, bool),
@@ -267,29 +270,37 @@ class ModelCheckpoint(Callback):
         trainer.checkpoint_writer.make_way()  # behind it, what is planned is on the disk
         name = self.format_checkpoint_name(trainer)
         path = trainer.strategy.broadcast(self._claimed_path(trainer, name), name="checkpoint path")
-        planned, staying = self._plan(path, value if top else None)
-        self._planned = planned
+        planned = self._planned = self._plan(path, value if top else None)
         said = f"ModelCheckpoint: step {trainer.global_step} saved in {path}"
         if self.monitor and value is not None:
             said += f" ({self.monitor} {value:.6g})"
 
-        def retired() -> list[str]:
+        def committed() -> None:
             if self.monitor and planned.values:
                 _link(Path(path).parent / "best", self._ranked(planned.values)[0])
             if self.save_last:
                 _link(Path(path).parent / "last", path)
-            return trainer.retire_checkpoints(planned.outlived, staying, self.monitor)
 
-        def settled(left: list[str]) -> None:
-            self._complete = self._planned = planned._replace(outlived=left)
+        def settled() -> None:
+            self._complete = planned
             if self.verbose:
                 trainer.print(f"{said}.")
 
-        weights_only, background = self.save_weights_only, self.asynchronous
-        trainer.start_checkpoint(path, weights_only, retired=retired, settled=settled, background=background)
+        def retire() -> None:
+            if trainer.is_global_zero:
+                trainer.remove_checkpoints(planned.outlived, [*planned.values, path], self.monitor)
 
-    def _plan(self, path: str, value: float | None) -> tuple[_Kept, list[str]]:
-        """What is kept when the checkpoint `path` is complete; and all that stays in the folder."""
+        trainer.start_checkpoint(
+            path,
+            self.save_weights_only,
+            committed=committed,
+            settled=settled,
+            retire=retire,
+            background=self.asynchronous,
+        )
+
+    def _plan(self, path: str, value: float | None) -> _Kept:
+        """What is kept when the checkpoint `path` is complete."""
         values, last, outlived = self._complete
         values = dict(values) if value is None else {**values, path: value}
         dropped = [*outlived, *(self._ranked(values)[self.save_top_k :] if self.save_top_k >= 0 else ())]
@@ -298,8 +309,8 @@ class ModelCheckpoint(Callback):
         if last and self.save_last and last not in values:
             dropped.append(last)
         # A resumed run ranks the checkpoints of another folder, but leaves them where they are.
-        dropped = [old for old in dict.fromkeys(dropped) if old != path and _beside(old, path)]
-        return _Kept(values, path, dropped), [*values, path]
+        dropped = [old for old in dict.fromkeys(dropped) if old != path and _beside(old, path) and Path(old).is_dir()]
+        return _Kept(values, path, dropped)
 
     def _value(self, trainer: Trainer) -> float | None:
         """What this moment's checkpoint is judged by; NaN: it is the worst; None: it is none of those to be kept."""
@@ -361,8 +372,8 @@ class ModelCheckpoint(Callback):
 def _check_types(arguments: Mapping[str, tuple[Any, Any]]) -> None:
     for name, (value, expected) in arguments.items():
         kinds = get_args(expected) or (expected,)
-        if type(value) not in kinds and not (timedelta in kinds and isinstance(value, timedelta)):
-            names = " or ".join("None" if kind is type(None) else _KINDS[kind] for kind in kinds)
+        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in kinds):  # a bool is an int
+            names = " or ".join(_KINDS[kind] for kind in kinds)
             raise TypeError(f"ModelCheckpoint({name}={value!r}): expected {names}.")
 
 

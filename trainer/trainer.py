@@ -19,9 +19,9 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.wording import counted
 from ..strategies import Environment, Precision, Strategy
 from .callback_list import all_callbacks
-from .checkpoint.background import BackgroundWriter
+from .checkpoint.background import BackgroundWriter, Following
 from .checkpoint.resolve import checkpoint_to_resume, read
-from .checkpoint.retention import retire
+from .checkpoint.retention import remove_dropped
 from .checkpoint.staging import claim_new
 from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
@@ -289,8 +289,9 @@ class Trainer:
         filepath: str | os.PathLike[str],
         weights_only: bool = False,
         *,
-        retired: Callable[[], Any],
-        settled: Callable[[Any], None],
+        committed: Callable[[], None],
+        settled: Callable[[], None],
+        retire: Callable[[], None],
         background: bool = True,
     ) -> None:
         """As `save_checkpoint`, but come back as soon as the state is copied: a thread writes it while training goes on.
@@ -301,15 +302,17 @@ class Trainer:
         Args:
             filepath: the folder.
             weights_only: leave out what a resume needs.
-            retired: called on rank 0, in the thread, when the checkpoint is on the disk: to remove what it replaces.
-            settled: called on all ranks in the main thread, at the same step, with what `retired` returned.
+            committed: called on rank 0, in the thread, when it is on the disk.
+            settled: called on all ranks in the main thread, at the same step, when all know that it is.
+            retire: called on all ranks, in the thread, after that: to remove what it replaces.
             background: False: write it before this returns.
 
         Raises:
             CheckpointError: no run has begun, or the checkpoint before could not be written. That this one could not is
                 raised later, on all ranks at the same step; at the latest before fit returns.
         """
-        save(self, Path(filepath), weights_only=weights_only, retired=retired, settled=settled, background=background)
+        following = Following(committed, settled, retire)
+        save(self, Path(filepath), weights_only=weights_only, following=following, background=background)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written in the background. All ranks must call it, at the same place.
@@ -319,13 +322,13 @@ class Trainer:
         """
         self.checkpoint_writer.settle()
 
-    def retire_checkpoints(self, dropped: Sequence[str], staying: Sequence[str], monitor: str | None) -> list[str]:
-        """Delete checkpoints that are kept no more; return those that are left all the same. For rank 0 to call.
+    def remove_checkpoints(self, dropped: Sequence[str], staying: Sequence[str], monitor: str | None) -> None:
+        """Delete checkpoints that are kept no more. For rank 0 to call.
 
         Left are the one that this run was resumed from and, where nothing in `staying` is finite, the newest that is:
         finite are weights without inf and NaN, with such a value of the metric `monitor`.
         """
-        return retire(dropped, staying, monitor, self.resumed_from)
+        remove_dropped(dropped, staying, monitor, self.resumed_from)
 
     def claim_checkpoint(self, filepath: str | os.PathLike[str]) -> bool:
         """Take a name for the next `save_checkpoint`; False: it is taken. For rank 0 to call."""

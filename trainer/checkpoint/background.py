@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...strategies import process_groups
 from ..control import ControlWord
@@ -21,15 +20,29 @@ _PATIENCE = 60.0
 _GRACE = 15.0
 
 
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Following:
+    """What follows a checkpoint, in this order."""
+
+    committed: Callable[[], None] = _nothing
+    """It is on the disk. Called on rank 0, by whoever wrote it."""
+    settled: Callable[[], None] = _nothing
+    """All ranks know that it is. Called on all of them in the main thread, at the same step."""
+    retire: Callable[[], None] = _nothing
+    """Nobody is told of what it replaces any more: that may be removed. Called on all ranks."""
+
+
 @dataclass
 class _Job:
     """A checkpoint that is being written, or was, with what came of it."""
 
     number: int
     path: Path
-    settled: Callable[[Any], None]
-    thread: threading.Thread | None = None
-    result: Any = None
+    following: Following
     error: BaseException | None = None
 
 
@@ -37,7 +50,8 @@ class BackgroundWriter:
     """Runs the writing of one checkpoint at a time in a thread of its own.
 
     What came of it is told in the main thread, on all ranks at the same place (`settle`): at the step at which the
-    control word says that it is done, before the next checkpoint, or at the end of the run.
+    control word says that it is done, before the next checkpoint, or at the end of the run. Only then does the thread
+    remove what the checkpoint replaces.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -50,23 +64,27 @@ class BackgroundWriter:
         """For how many seconds in all."""
         self._told = False
         self._job: _Job | None = None
+        self._thread: threading.Thread | None = None
         self._number = 0
 
-    def start(self, path: Path, work: Callable[[], Any], settled: Callable[[Any], None], control: ControlWord) -> None:
-        """Let the thread do `work`, which writes the checkpoint `path`; tell `settled` in the main thread what it returned."""
-        assert self._job is None, "one at a time"
-        self._number += 1
-        job = self._job = _Job(self._number, path, settled)
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread is at work at this moment, on this rank."""
+        return self._thread is not None and self._thread.is_alive()
 
-        def run() -> None:
+    def start(self, path: Path, write: Callable[[], None], following: Following, control: ControlWord) -> None:
+        """Let the thread write the checkpoint `path`, while nothing else is in flight."""
+        self._number += 1
+        job = self._job = _Job(self._number, path, following)
+
+        def work() -> None:
             try:
-                job.result = work()
+                write()
             except BaseException as error:  # raised in the main thread
                 job.error = error
             control.written = job.number
 
-        job.thread = threading.Thread(target=run, name=f"checkpoint {path.name}", daemon=True)
-        job.thread.start()
+        self._run(work, f"checkpoint {path.name}")
 
     def make_way(self) -> None:
         """Wait until nothing is in flight, for the next checkpoint; count that, and say it the first time it is felt.
@@ -74,10 +92,9 @@ class BackgroundWriter:
         Raises:
             CheckpointError: the one before could not be written.
         """
-        job = self._job
-        if job is None or job.thread is None:
+        if self._thread is None:
             return
-        began, waits = time.monotonic(), job.thread.is_alive()
+        began, waits = time.monotonic(), self._thread.is_alive()
         self.settle()
         if not waits:
             return
@@ -86,28 +103,29 @@ class BackgroundWriter:
         if seconds > _FELT and not self._told:
             self._told = True
             self._say(
-                f"a checkpoint waited {seconds:.1f} s for the one before it, {job.path.name}, to be written: they come "
-                "faster than the disk takes them. Save less often, or to a faster disk."
+                f"a checkpoint waited {seconds:.1f} s for the one before it to be written: they come faster than the disk "
+                "takes them. Save less often, or to a faster disk."
             )
 
     def settle(self, number: int | None = None) -> None:
-        """Wait for what is in flight, and tell what came of it; with a `number`, only if it is that checkpoint.
+        """Wait for what is in flight, and tell what came of it.
+
+        Args:
+            number: that checkpoint only, and not for the removal of what it replaces; None: for everything.
 
         Raises:
             CheckpointError: it could not be written.
         """
         job = self._job
-        if job is None or job.thread is None or number not in (None, job.number):
-            return
-        began = time.monotonic()
-        while job.thread.is_alive():
-            job.thread.join(_PATIENCE)
-            if job.thread.is_alive():
-                self._say(f"still writing the checkpoint {job.path}, waited for since {time.monotonic() - began:.0f} s")
-        self._job = None
-        if job.error is not None:
-            raise job.error
-        job.settled(job.result)
+        if job is not None and number in (None, job.number):
+            self._join(f"still writing the checkpoint {job.path}")
+            self._job = None
+            if job.error is not None:
+                raise job.error
+            job.following.settled()
+            self._run(lambda: self._retire(job), f"what checkpoint {job.path.name} replaces")
+        if number is None:
+            self._join("still removing what the newest checkpoint replaces")
 
     def close(self, *, failed: bool) -> None:
         """End with the run: wait for what is in flight; in a run that fails for a short time only.
@@ -121,20 +139,40 @@ class BackgroundWriter:
             else:
                 self.settle()
         finally:
+            self._job = self._thread = None
             self.memory.clear()
             if self._told and self.waits > 1:
                 self._say(f"{self.waits} checkpoints waited for the one before them, {self.waited:.1f} s in all")
             self.waits, self.waited, self._told = 0, 0.0, False
 
     def _give_up(self) -> None:
-        job, self._job = self._job, None
-        if job is None or job.thread is None:
+        job, thread = self._job, self._thread
+        if thread is not None:
+            thread.join(_GRACE)
+        if job is None or thread is None:
             return
-        job.thread.join(_GRACE)
-        if job.thread.is_alive():
+        if thread.is_alive():
             process_groups.abandon()  # it may wait for a peer that never comes
             self._say(f"the checkpoint {job.path} is not complete yet: what is there of it is removed by the next run")
         elif job.error is not None:
             self._say(f"the checkpoint {job.path} was not completed: {job.error}")
         else:
-            job.settled(job.result)
+            job.following.settled()
+
+    def _retire(self, job: _Job) -> None:
+        try:
+            job.following.retire()
+        except OSError as error:  # the run goes on: there is a checkpoint too many, not one too few
+            self._say(f"what the checkpoint {job.path} replaces could not be removed: {error}")
+
+    def _run(self, work: Callable[[], None], name: str) -> None:
+        self._thread = threading.Thread(target=work, name=name, daemon=True)
+        self._thread.start()
+
+    def _join(self, doing: str) -> None:
+        began = time.monotonic()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_PATIENCE)
+            if self._thread.is_alive():
+                self._say(f"{doing}: training has waited {time.monotonic() - began:.0f} s for it")
+        self._thread = None

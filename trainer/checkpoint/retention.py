@@ -11,10 +11,10 @@ from pathlib import Path
 from .folder import MANIFEST, created_at, is_checkpoint, remove_checkpoint
 
 
-def retire(
+def remove_dropped(
     dropped: Sequence[str], staying: Iterable[str], monitor: str | None, resumed_from: str | os.PathLike[str] | None
-) -> list[str]:
-    """Remove checkpoints, and return those of them that are left.
+) -> None:
+    """Remove checkpoints that are kept no more.
 
     Left are the one that this run was resumed from; and, while nothing that stays is finite, the newest that is: a run
     that diverged can go on from there.
@@ -35,7 +35,6 @@ def retire(
     for path in dropped:
         if path not in left:
             remove_checkpoint(Path(path))
-    return left
 
 
 def _finite_since(path: str, monitor: str | None) -> float | None:

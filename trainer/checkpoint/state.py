@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,14 @@ import torch
 from ...callbacks.callback import Callback
 from ...callbacks.wording import counted
 from ..randomness import rng_state
+from .background import Following
 from .folder import CheckpointError
 from .plain import check_plain
 from .read import Checkpoint
 from .snapshot import compact
 from .staging import release
 from .weights import split_tensors
-from .write import Content, together, write_checkpoint
+from .write import Content, write_checkpoint
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -64,13 +65,15 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
     return state
 
 
+_NOTHING_FOLLOWS = Following()
+
+
 def save(
     trainer: Trainer,
     path: Path,
     *,
     weights_only: bool = False,
-    retired: Callable[[], Any] | None = None,
-    settled: Callable[[Any], None] | None = None,
+    following: Following = _NOTHING_FOLLOWS,
     background: bool = False,
 ) -> None:
     """Write a checkpoint of the run, all ranks together; arguments as in `Trainer.start_checkpoint`.
@@ -85,6 +88,7 @@ def save(
             f"there is nothing to save in {path} yet: this Trainer has no task before its first run. Call fit first, or "
             "save_checkpoint in a hook."
         )
+    import_module("safetensors.torch")  # not in the thread: a process that is forked during an import may wait for it
     try:
         writer.make_way()
         content = _content(trainer, weights_only=weights_only)
@@ -94,23 +98,18 @@ def save(
         release(path)
         raise
 
-    def write() -> Any:
+    def write() -> None:
         try:
-            write_checkpoint(path, content, strategy.rank, gather or strategy.gather_objects)
-            if retired is None:
-                return None
-            failed = f"the checkpoint {path} is complete, but what it replaces could not be put aside"
-            first = retired if strategy.rank == 0 else None
-            return together(gather or strategy.gather_objects, failed, first, "retention")[0]
+            write_checkpoint(path, content, strategy.rank, gather or strategy.gather_objects, following.committed)
         finally:
             release(path)
 
-    if gather is None:
-        result = write()
-        if settled is not None:
-            settled(result)
+    if gather is not None:
+        writer.start(path, write, following, trainer.control)
     else:
-        writer.start(path, write, settled or (lambda _: None), trainer.control)
+        write()
+        following.settled()
+        following.retire()
 
 
 def _content(trainer: Trainer, *, weights_only: bool) -> Content:

@@ -40,7 +40,9 @@ class Content:
     """For the manifest, beside `format`, `created`, `versions`, `finite` and `files`."""
 
 
-def write_checkpoint(path: Path, content: Content, rank: int, gather: Gather) -> None:
+def write_checkpoint(
+    path: Path, content: Content, rank: int, gather: Gather, committed: Callable[[], None] = lambda: None
+) -> None:
     """Write a checkpoint, all ranks together; when it returns, the folder is there and complete on all of them.
 
     Args:
@@ -48,6 +50,7 @@ def write_checkpoint(path: Path, content: Content, rank: int, gather: Gather) ->
         content: rank 0 writes what is common, each rank its own file.
         rank: this one.
         gather: how the ranks agree that all went well. Its group must be this thread's alone.
+        committed: called on rank 0 when the checkpoint is in its place.
 
     Raises:
         CheckpointError: on every rank, if one of them could not write. A checkpoint that was there before is kept. What
@@ -101,14 +104,15 @@ def write_checkpoint(path: Path, content: Content, rank: int, gather: Gather) ->
         staging.rename(path)
         synced(path.parent)
         shutil.rmtree(old, ignore_errors=True)
+        committed()
 
-    written = partial(together, gather, f"the checkpoint {path} could not be written")
+    written = partial(_together, gather, path)
     written(make_folder if rank == 0 else None, "staging")
     told = written(write_files, "files")
     written(partial(commit, told) if rank == 0 else None, "commit")
 
 
-def together(gather: Gather, failed: str, work: Callable[[], T] | None, what: str) -> list[T]:
+def _together(gather: Gather, path: Path, work: Callable[[], T] | None, what: str) -> list[T]:
     """Do this rank's part of a work; wait for all, and return what each got; raise on all if one failed."""
     problem, result = "", None
     try:
@@ -120,7 +124,7 @@ def together(gather: Gather, failed: str, work: Callable[[], T] | None, what: st
     for rank, (theirs, _) in enumerate(every):
         if theirs:
             raise CheckpointError(
-                f"{failed} on rank {rank}: {theirs}. Earlier checkpoints are intact. Make room or permission, or choose "
-                "another folder with default_root_dir."
+                f"the checkpoint {path} could not be written on rank {rank}: {theirs}. Earlier checkpoints are intact. "
+                "Make room or permission, or choose another folder with default_root_dir."
             )
     return [result for _, result in every]
