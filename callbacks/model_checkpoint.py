@@ -389,7 +389,8 @@ def _check_filename(name: str) -> None:
 
 
 def _beside(path: str, other: str) -> bool:
-    return Path(path).parent.resolve() == Path(other).parent.resolve()
+    mine, theirs = Path(path).parent, Path(other).parent
+    return mine == theirs or mine.resolve() == theirs.resolve()
 
 
 def _check_link(link: Path) -> None:

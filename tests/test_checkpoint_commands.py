@@ -17,13 +17,20 @@ from samestep.trainer.checkpoint.compare import differences
 from tasks import Regression, loader, quiet_trainer
 
 
+class Noisy(Regression):
+    """Draws random numbers while it trains."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + torch.rand(()))
+
+
 def fit(folder: str, epochs: int = 3) -> list[str]:
     keep = ModelCheckpoint(
         dirpath=folder, filename="e{epoch}", monitor="val/loss", save_top_k=-1, save_last=True,
         auto_insert_metric_name=False,
     )  # fmt: skip
     trainer = quiet_trainer(max_epochs=epochs, precision=64, seed=1, enable_checkpointing=True, callbacks=[keep])
-    trainer.fit(Regression(), loader(16, 4, shuffle=True), loader(8, 4))
+    trainer.fit(Noisy(), loader(16, 4, shuffle=True), loader(8, 4))
     return list(keep.kept)
 
 
@@ -145,7 +152,7 @@ def test_all_ranks_states_are_compared_and_weights_exported(tmp_path: Path, caps
     other = Path(run_ranks(two_ranks, 1, str(tmp_path / "one"))[0][0])
     text = said(capsys, "diff", "--json", path, other)[1]
     assert any(entry["where"] == "rank 1:" and entry["second"] == "(not there)" for entry in json.loads(text))
-    task = Regression()
+    task = Regression().double()
     status, text = said(capsys, "export", path, tmp_path / "w.safetensors")
     assert (status, text[: text.index("(")]) == (0, f"4 tensors of step 2 in {tmp_path / 'w.safetensors'} ")
     task.load_state_dict(load_file(tmp_path / "w.safetensors"))

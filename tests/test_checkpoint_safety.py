@@ -70,6 +70,7 @@ def save_over_and_over(folder: str) -> None:
     trainer.fit(ScalarWeight(), ones(100_000))
 
 
+@pytest.mark.timeout(600)  # thirty processes that train
 @pytest.mark.parametrize("loop", [train_until_killed, save_over_and_over])
 def test_after_a_kill_at_any_moment_the_newest_checkpoint_loads(loop: Any, tmp_path: Path) -> None:
     kills, rng, folder = (20 if loop is train_until_killed else 10), random.Random(0), tmp_path / "c"
@@ -126,6 +127,7 @@ def with_small_files(folder: str) -> None:
     class Fills(Callback):
         def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
             if trainer.current_epoch == 1:
+                trainer.wait_for_checkpoint()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
 
     keep = ModelCheckpoint(folder)

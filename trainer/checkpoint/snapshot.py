@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -72,9 +72,11 @@ def _with_tensors(value: T, function: Callable[[Tensor], Tensor]) -> T:
     new: Any = value
     if isinstance(value, Tensor):
         new = function(value)
-    elif isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        new = cast("Any", type(new))({key: _with_tensors(item, function) for key, item in items})
+    elif isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        new = cast("Any", type(value))({key: _with_tensors(item, function) for key, item in items})
     elif type(value) in (list, tuple, set):
-        new = cast("Any", type(value))([_with_tensors(item, function) for item in cast("list[Any]", value)])
+        # A look at the type for each of the thousand numbers of a generator's state, not a call.
+        items = cast("list[Any]", value)
+        new = cast("Any", type(value))([i if type(i) in (int, float) else _with_tensors(i, function) for i in items])
     return new
