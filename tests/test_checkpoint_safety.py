@@ -40,7 +40,7 @@ def fit(folder: Path, steps: int = 4, task: Task | None = None, ckpt_path: Any =
     trainer = quiet_trainer(
         max_epochs=-1, max_steps=steps, seed=1, enable_checkpointing=True, callbacks=[keep], default_root_dir=folder
     )
-    trainer.fit(task or ScalarWeight(), ones(steps), ckpt_path=ckpt_path)
+    trainer.fit(task or ScalarWeight(), ones(100_000), ckpt_path=ckpt_path)
     return keep
 
 

@@ -203,7 +203,10 @@ def _diff(arguments: argparse.Namespace) -> int:
         return 0
     limit: int = arguments.limit or len(found)
     rows = [["where", "first", "second", "greatest difference"]]
-    rows += [[d.where, d.first, d.second, "" if d.greatest is None else f"{d.greatest:.3g}"] for d in found[:limit]]
+    rows += [
+        [_shortened(d.where), d.first, d.second, "" if d.greatest is None else f"{d.greatest:.3g}"]
+        for d in found[:limit]
+    ]
     print(_aligned(rows, right={3}))
     parts: dict[str, int] = {}
     for difference in found:
@@ -213,6 +216,11 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(f"… and {len(found) - limit} more (--limit 0 prints all)")
     print(f"{len(found)} differences: " + ", ".join(f"{count} in {part}" for part, count in parts.items()))
     return 1
+
+
+def _shortened(text: str, most: int = 72) -> str:
+    """Without its middle, where it is long."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 2 + 1 :]}"
 
 
 # --- export ----------------------------------------------------------------------------------
