@@ -50,7 +50,8 @@ class ModelCheckpoint(Callback):
     """Saves a checkpoint after every n-th epoch (default 1), step, or stretch of time, and keeps some.
 
     Saved after the validation that is due at the same step. With `monitor` also after a validation inside an
-    epoch. When `fit` returns, the files are complete and every rank knows their paths.
+    epoch. A thread writes it while training goes on; what the callback tells is complete, and the same on every rank. When
+    `fit` returns, all are complete.
 
     What is saved by epochs is judged by the value of that moment; an epoch without a validation is not saved, but as
     the last. What is saved by steps or time is judged by the newest value there is; before the first one it is

@@ -143,9 +143,8 @@ def leave() -> None:
     if groups is None:
         return
     if dist.is_initialized() and groups.training is dist.group.WORLD:
-        for group in (None,) if _opened else (groups.control, groups.checkpoints):
-            if _opened or group is not None:
-                dist.destroy_process_group(group)
+        for group in (None,) if _opened else filter(None, (groups.control, groups.checkpoints)):
+            dist.destroy_process_group(group)
     _opened = False
     if not _abandoned:
         groups.let_go()
