@@ -40,6 +40,9 @@ class ProcessGroups:
     cause: FirstCause = field(init=False)
     """What the ranks tell each other about the end of the run."""
 
+    checkpoints: dist.ProcessGroup | None = None
+    """For the thread that writes checkpoints, gloo; made when it is needed."""
+
     _runs: itertools.count[int] = field(default_factory=itertools.count)
     _number: itertools.count[int] = field(default_factory=itertools.count)
     _watched: itertools.count[int] = field(default_factory=itertools.count)
@@ -73,14 +76,25 @@ class ProcessGroups:
         """A part of the store for the next run's watchers, with a connection of its own: the main thread may block one."""
         store: Any = dist.PrefixStore(f"watch_{next(self._watched)}", self.store)
         return store.clone() if hasattr(store, "clone") else store  # torch 2.11 has none
+
     def begin_run(self) -> None:
         """A run begins, on all ranks: what was told about the end of the one before does not count any more."""
         store = dist.PrefixStore(f"run_{next(self._runs)}", self.store)
         self.cause = FirstCause(store, self.departures, dist.get_rank(), dist.get_world_size())
 
+    def for_checkpoints(self, timeout: timedelta) -> dist.ProcessGroup:
+        """The group of the thread that writes checkpoints. All ranks come here together, in the main thread.
+
+        Two threads that use one gloo group get each other's values.
+        """
+        if self.checkpoints is None:
+            self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAttributeAccessIssue]
+        assert self.checkpoints is not None
+        return self.checkpoints
+
     def let_go(self) -> None:
         """Drop the groups, whoever still holds this object: a group ends its threads when nobody refers to it."""
-        del self.training, self.control
+        del self.training, self.control, self.checkpoints
 
 
 # Names of collectives that stay in the store. No rank is ever so far behind: each collective waits for all.
@@ -155,7 +169,8 @@ def leave() -> None:
     if groups is None:
         return
     if dist.is_initialized() and groups.training is dist.group.WORLD:
-        dist.destroy_process_group(None if _opened else groups.control)
+        for group in (None,) if _opened else filter(None, (groups.control, groups.checkpoints)):
+            dist.destroy_process_group(group)
     _opened = False
     if not _abandoned:
         groups.let_go()

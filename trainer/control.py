@@ -22,6 +22,9 @@ STOP = 1
 SAVE = 2
 """A timed checkpoint is due."""
 
+WRITTEN = 4
+"""A checkpoint was written in the background, or failed to be. Never raised: it follows from `ControlWord.written`."""
+
 LEAVE = 8
 """A signal came: save, and end the program."""
 
@@ -46,6 +49,10 @@ class ControlWord:
         """The flags all ranks saw at the end of the last step."""
         self.signal = 0
         """The signal that came on this rank; once LEAVE is agreed, that of all ranks. 0: none."""
+        self.written: int = 0
+        """Number of the newest checkpoint that this rank's writer is done with; set in the writer's thread."""
+        self.agreed_written: int = 0
+        """The highest `written` of all ranks, as far as they told it. With it comes `WRITTEN`, once."""
 
     @property
     def in_flight(self) -> bool:
@@ -65,6 +72,9 @@ class ControlWord:
         if self._alone:
             self.agreed = self._carried | self._raised | (LEAVE if self.signal else 0)
             self._raised = self._carried = 0
+            if self.written != self.agreed_written:
+                self.agreed_written = self.written
+                self.agreed |= WRITTEN
             return self.agreed
         self._steps += 1
         if self._pending is not None:
@@ -120,15 +130,17 @@ class ControlWord:
         wanted = min(2 * self._interval, max(1, int(self._steps * PERIOD / max(elapsed, 1e-9))))
         self._steps = 0
         # A maximum of flags is their union, bit by bit; of negated intervals it is the shortest.
-        word = torch.tensor([self._raised & STOP, self._raised & SAVE, self.signal, -wanted])
+        word = torch.tensor([self._raised & STOP, self._raised & SAVE, self.signal, self.written, -wanted])
         self._raised = 0
         self._pending = self._strategy.start_all_reduce_max(word, name="control word")
 
     def _read(self, pending: Pending) -> int:
-        stop, save, number, negated_interval = cast("list[int]", pending.wait().tolist())
+        stop, save, signal, written, negated_interval = cast("list[int]", pending.wait().tolist())
         self._pending = None
         self._interval = self._countdown = -negated_interval
         self.agreed, self._carried = self._carried | stop | save, 0
-        if number:
-            self.signal, self.agreed = number, self.agreed | LEAVE
+        if signal:
+            self.signal, self.agreed = signal, self.agreed | LEAVE
+        if written != self.agreed_written:
+            self.agreed_written, self.agreed = written, self.agreed | WRITTEN
         return self.agreed

@@ -13,7 +13,7 @@ from ..callbacks.wording import counted
 from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
-from .control import LEAVE, STOP, ControlWord
+from .control import LEAVE, STOP, WRITTEN, ControlWord
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
 from .data.windows import Window
@@ -111,6 +111,7 @@ class FitRun:
 
     def finish(self) -> None:
         """Announce the end, and say why it came early, or that it came to nothing."""
+        self.trainer.wait_for_checkpoint()
         self.trainer.strategy.check_same_parameters(self.task, name="parameters at the end")
         self._tell_if_nothing_was_trained()
         self._call("on_train_end")
@@ -291,6 +292,19 @@ class FitRun:
         self._plan_validation(self.length)
         return self.train_loader
 
+    def follow(self, flags: int) -> None:
+        """Do what all ranks agreed on at this step.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written in the background.
+        """
+        if flags & STOP:
+            self.stopping = True
+        if flags & LEAVE:
+            self.leaving = True
+        if flags & WRITTEN:
+            self.trainer.checkpoint_writer.settle(self.control.agreed_written)
+
     def _uneven_policy(self) -> Literal["stop", "join"] | None:
         strategy = self.trainer.strategy
         unsized = strategy.gather_objects(self.train_loader.length is None, name="which loaders have a length")
@@ -318,6 +332,7 @@ class FitRun:
     def bring_together(self, source: int) -> None:
         """An epoch is over that some ranks had no data for at its end: what they missed comes from one that had."""
         trainer, strategy = self.trainer, self.trainer.strategy
+        trainer.wait_for_checkpoint()  # callbacks' state must not hold what is on its way
         strategy.synchronize(self.task)
         strategy.join(range(strategy.world_size))
         states = [callback.state_dict() for callback in trainer.callbacks]
@@ -367,13 +382,6 @@ class FitRun:
             self.leave()
 
     # --- after a signal --------------------------------------------------------------------
-
-    def follow(self, flags: int) -> None:
-        """Remember what all ranks agreed on at this step."""
-        if flags & STOP:
-            self.stopping = True
-        if flags & LEAVE:
-            self.leaving = True
 
     def leave(self) -> NoReturn:
         """Save so that the run can go on from here, whatever is due, and end it. All ranks come here at the same step."""

@@ -170,9 +170,8 @@ def _teardown(trainer: Trainer, stage: str, failure: BaseException | None) -> No
     """Let go of everything, also of what comes behind one that fails. The first failure of the run is raised."""
     trainer.training = trainer.validating = trainer.testing = trainer.predicting = trainer.sanity_checking = False
     trainer.fitting, trainer.active_log = False, None
-    parts: list[Callable[[], Any]] = [
-        partial(each.teardown, trainer, trainer.task, stage) for each in trainer.callbacks
-    ]
+    parts: list[Callable[[], Any]] = [partial(trainer.checkpoint_writer.close, failed=failure is not None)]
+    parts += [partial(each.teardown, trainer, trainer.task, stage) for each in trainer.callbacks]
     parts.append(partial(trainer.task.teardown, stage))
     if trainer.datamodule is not None:
         parts.append(partial(trainer.datamodule.teardown, stage))
