@@ -8,6 +8,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class ProcessGroups:
     """For the thread that writes checkpoints, gloo; made when it is needed."""
 
     _number: itertools.count[int] = field(default_factory=itertools.count)
+    _watched: itertools.count[int] = field(default_factory=itertools.count)
 
     def announce(self, name: str) -> None:
         """Come to the next collective of the main thread; the first rank that does tells its name.
@@ -71,6 +73,11 @@ class ProcessGroups:
             self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAttributeAccessIssue]
         assert self.checkpoints is not None
         return self.checkpoints
+
+    def store_of_watch(self) -> dist.Store:
+        """A part of the store for the next run's watchers, with a connection of its own: the main thread may block one."""
+        store: Any = dist.PrefixStore(f"watch_{next(self._watched)}", self.store)
+        return store.clone() if hasattr(store, "clone") else store  # torch 2.11 has none
 
     def let_go(self) -> None:
         """Drop the groups, whoever still holds this object: a group ends its threads when nobody refers to it."""
