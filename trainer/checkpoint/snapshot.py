@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,16 +67,16 @@ def compact(state: T) -> T:
     return _with_tensors(state, own)
 
 
-def _with_tensors(value: T, function: Callable[[Tensor], Tensor]) -> T:
+def _with_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same dicts, lists, tuples and sets anew, with `function` of each tensor in them."""
-    new: Any = value
+    kind: Any = value.__class__
+    anew: Any = kind
     if isinstance(value, Tensor):
-        new = function(value)
-    elif isinstance(value, dict):
-        items = cast("dict[Any, Any]", value).items()
-        new = cast("Any", type(value))({key: _with_tensors(item, function) for key, item in items})
-    elif type(value) in (list, tuple, set):
+        return function(value)
+    if issubclass(kind, dict):
+        return anew({key: _with_tensors(item, function) for key, item in value.items()})
+    if kind in (list, tuple, set):
         # A look at the type for each of the thousand numbers of a generator's state, not a call.
-        items = cast("list[Any]", value)
-        new = cast("Any", type(value))([i if type(i) in (int, float) else _with_tensors(i, function) for i in items])
-    return new
+        numbers = (int, float)
+        return anew([item if item.__class__ in numbers else _with_tensors(item, function) for item in value])
+    return value
