@@ -9,6 +9,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class ProcessGroups:
 
     _runs: itertools.count[int] = field(default_factory=itertools.count)
     _number: itertools.count[int] = field(default_factory=itertools.count)
+    _watched: itertools.count[int] = field(default_factory=itertools.count)
 
     def announce(self, name: str) -> None:
         """Come to the next collective of the main thread; the first rank that does tells its name.
@@ -71,6 +73,11 @@ class ProcessGroups:
         """A run begins, on all ranks: what was told about the end of the one before does not count any more."""
         store = dist.PrefixStore(f"run_{next(self._runs)}", self.store)
         self.cause = FirstCause(store, self.departures, dist.get_rank(), dist.get_world_size())
+
+    def store_of_watch(self) -> dist.Store:
+        """A part of the store for the next run's watchers, with a connection of its own: the main thread may block one."""
+        store: Any = dist.PrefixStore(f"watch_{next(self._watched)}", self.store)
+        return store.clone() if hasattr(store, "clone") else store  # torch 2.11 has none
 
     def let_go(self) -> None:
         """Drop the groups, whoever still holds this object: a group ends its threads when nobody refers to it."""
