@@ -42,6 +42,8 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "enable_checkpointing": ["no", 0],
     "enable_progress_bar": ["x"],
     "enable_model_summary": [2],
+    "enable_signal_handlers": [2],
+    "max_restarts": [-1, 1.5, 3],
     "accumulate_grad_batches": [0, -1, 1.5, {0: 4}],
     "gradient_clip_val": [0, -1.0, "1", True, float("nan")],
     "gradient_clip_algorithm": ["l2"],
