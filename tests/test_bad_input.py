@@ -42,6 +42,8 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "enable_checkpointing": ["no", 0],
     "enable_progress_bar": ["x"],
     "enable_model_summary": [2],
+    "enable_signal_handlers": [2],
+    "max_restarts": [-1, 1.5, 3],
     "accumulate_grad_batches": [0, -1, 1.5, {0: 4}],
     "gradient_clip_val": [0, -1.0, "1", True, float("nan")],
     "gradient_clip_algorithm": ["l2"],
@@ -51,6 +53,9 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "detect_anomaly": ["x"],
     "use_distributed_sampler": [1],
     "sync_batchnorm": ["yes"],
+    "skip_nonfinite": [0, 1.5, True],
+    "hang_timeout": [0, -1.0, "10", True, float("nan")],
+    "hang_action": ["kill"],
     "seed": [-1, 1.5, "seven", 2**63],
     "default_root_dir": [5],
 }

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ...strategies.error_file import record_error
 from ...strategies.process_group_strategy import ProcessGroupStrategy
+from ..status import write_status
 from .flight_recorder import collectives, write_dump
 from .judgement import Beat, Hang, judge
 from .whereabouts import stack_lines, whereabouts
@@ -216,6 +217,8 @@ class HangWatch:
         if self._trainer.writes:
             write_dump(Path(self._trainer.run_folder) / "hangs" / f"step-{hang.step:08d}", self._rank)
         if self._exits:
+            if tells:
+                write_status(self._trainer, "hung", reason=hang.headline, exit_code=1)
             record_error(HangError(hang.headline))
             os._exit(1)
 
