@@ -11,7 +11,8 @@ import pytest
 import torch
 from run_ranks import errors_of_ranks, run_ranks
 from samestep.strategies import Environment, Strategy
-from samestep.trainer.data.loaders import Dealing, PreparedLoader, prepare_loader
+from samestep.trainer.data.loaders import Dealing, prepare_loader
+from samestep.trainer.data.prepared import PreparedLoader
 from samestep.trainer.data.sampling import SeededOrder, Shard, ShuffledOrder
 from samestep.trainer.randomness import rng_state
 from tasks import ScalarWeight, quiet_trainer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..callbacks.callback import Callback
-from .data.loaders import PreparedLoader
+from .data.prepared import PreparedLoader
 from .data.source import Transfer
 from .data.transfer import move_to_device
 from .hooks import HookTable, check_takes_all_arguments, overrides

@@ -12,7 +12,7 @@ from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
 from .control import STOP, ControlWord
-from .data.loaders import PreparedLoader
+from .data.prepared import PreparedLoader
 from .data.source import Transfer
 from .data.windows import Window
 from .evaluation import VALIDATION, EvaluationLoop
@@ -178,8 +178,9 @@ class FitRun:
         if self._checkpoint is None:
             return
         state = read_rank_state(self._checkpoint, self.trainer.global_rank)
-        if state is None:
-            return  # on more ranks than before, the new ones go on from their own seed
+        if state is None:  # on more ranks than before, the new ones have numbers of their own
+            seed_everything(derived_seed(self.trainer.seed, self.trainer.global_rank, "rank", self.trainer.global_step))
+            return
         self.trainer.strategy.load_rank_state_dict(state.get("strategy", {}))
         if self.trainer.progress.batch_idx:
             self._rng_inside_epoch = state["rng"]
@@ -357,6 +358,11 @@ class FitRun:
             return
         if interval is None:
             self.next_validation = _NEVER if length is None else length
+        elif (
+            progress.batch_idx == length
+        ):  # resumed at the epoch's last batch: the validation due there is still to come
+            since = progress.batches_since_validation if every is None else progress.batch_idx % interval or interval
+            self.next_validation = progress.batch_idx + max(0, interval - since)
         elif every is None:
             self.next_validation = progress.batch_idx + max(1, interval - progress.batches_since_validation)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,7 +12,9 @@ from torch.utils.data import DataLoader
 from ..data_module import DataModule
 from ..hooks import overrides
 from ..task import Task
-from .loaders import LIMITS, Dealing, PreparedLoader, prepare_loader
+from .loaders import LIMITS, Dealing, prepare_loader
+from .position import Position, batch_size_here
+from .prepared import PreparedLoader
 from .transfer import cast_floats
 
 if TYPE_CHECKING:
@@ -24,8 +27,9 @@ Transfer = Callable[[Any, int], Any]
 class DataSource:
     """The prepared loaders of a run, and the way of a batch to the device."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, position: Position | None = None) -> None:
+        """Prepare for a run; `position`: where the checkpoint stands that it goes on from."""
+        self._trainer, self._position = trainer, position
         self._holders: list[Task | DataModule] = [trainer.task]
         if trainer.datamodule is not None:
             self._holders.insert(0, trainer.datamodule)
@@ -114,7 +118,12 @@ class DataSource:
         trainer, config = self._trainer, self._trainer.config
         shuffle = not config.overfit_batches
         joins = trainer.strategy.uneven_inputs == "join"
-        return Dealing(trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle, joins)
+        position = self._position if training else None  # an evaluation sees every sample once, in whatever batches
+        return Dealing(
+            trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle, joins,
+            config.per_sample_seed,
+            partial(batch_size_here, position, trainer.world_size, choice=config.resume_batch),
+        )  # fmt: skip
 
     def _of_holders(self, method: str) -> Any:
         for holder in self._holders:
