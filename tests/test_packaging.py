@@ -90,7 +90,7 @@ def test_public_names() -> None:
     import samestep.trainer
 
     assert set(samestep.trainer.__all__) == {
-        "CheckpointError", "DataModule", "Task", "Trainer", "TrainerConfig", "from_command_line", "seed_everything",
+        "CheckpointError", "CombinedLoader", "DataModule", "Task", "Trainer", "TrainerConfig", "from_command_line", "seed_everything",
     }  # fmt: skip
     assert set(samestep.callbacks.__all__) == {
         "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger", "ModelCheckpoint", "ModelSummary",

@@ -488,16 +488,6 @@ class Stream(IterableDataset[int]):
         return iter(range(6))
 
 
-def test_an_iterable_dataset_is_read_by_one_rank_and_refused_on_several() -> None:
-    loader = DataLoader(Stream(), 2)
-    for training in (True, False):
-        assert prepared(loader, training=training).loader is loader
-        assert batches(prepared(loader, training=training)) == [[0, 1], [2, 3], [4, 5]]
-        with pytest.raises(ValueError, match="IterableDataset: on 3 ranks every rank would read all of it"):
-            prepared(loader, 1, 3, training=training)
-        assert prepared(loader, 1, 3, training=training, enabled=False).loader is loader
-
-
 class Fixed(DataLoader[Any]):
     """A loader whose constructor takes no sampler."""
 
@@ -674,12 +664,6 @@ def test_an_evaluation_loader_that_drops_the_only_batch_of_every_rank_is_refused
 def test_what_is_no_loader_is_refused(loader: Any, message: str) -> None:
     with pytest.raises(TypeError, match=f"the training loader {message}"):
         prepared(loader)
-
-
-@pytest.mark.parametrize("loaders", [[DataLoader(range(3))], {"a": DataLoader(range(3))}])
-def test_several_training_loaders_are_refused(loaders: Any) -> None:
-    with pytest.raises(TypeError, match="of loaders, which is not supported yet"):
-        trained_on(loaders, epochs=1)
 
 
 class Streamed:

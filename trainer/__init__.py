@@ -3,6 +3,7 @@
 from ..strategies.error_file import record_uncaught_errors
 from .checkpoint import CheckpointError
 from .config import TrainerConfig
+from .data.combined import CombinedLoader
 from .data_module import DataModule
 from .overrides import from_command_line
 from .randomness import seed_everything
@@ -11,6 +12,7 @@ from .trainer import Trainer
 
 __all__ = [
     "CheckpointError",
+    "CombinedLoader",
     "DataModule",
     "Task",
     "Trainer",

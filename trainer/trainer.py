@@ -32,6 +32,7 @@ from .data.source import DataSource
 from .data_module import DataModule
 from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
 from .fit import FitRun
+from .fit_loaders import FitLoaders
 from .hooks import overrides
 from .metric_log import Logged, MetricLog
 from .misnomers import check_names
@@ -197,20 +198,13 @@ class Trainer:
             self._stop_asked, self.stop_reason = False, None
             self.control = ControlWord(self.strategy)
             checkpoint = checkpoint_to_resume(self, ckpt_path)
-            source = DataSource(
-                self, None if checkpoint is None else Position.from_state(checkpoint.training.get("position"))
-            )
-            self.training_data = train_loader = source.training(train_dataloaders)
-            val_loaders = source.evaluation(
-                VALIDATION.data, VALIDATION.loaders, val_dataloaders, training_given=train_dataloaders
-            )
-            if val_loaders:
-                _check_task(model, "validation inside fit", ("validation_step",))
-            self._has_validation, self.fitting = bool(val_loaders), True
+            self.fitting = True
             self.resumed_from = None if checkpoint is None else checkpoint.path
-            self.train_dataloader = train_loader.loader
-            self.val_dataloaders = [prepared.loader for prepared in val_loaders]
-            run = FitRun(self, model, hooks, train_loader, val_loaders, source.transfer(), checkpoint)
+            loaders = FitLoaders(self, train_dataloaders, val_dataloaders, checkpoint)
+            self._has_validation = bool(loaders.validation)
+            if self._has_validation:
+                _check_task(model, "validation inside fit", ("validation_step",))
+            run = FitRun(self, model, hooks, loaders, checkpoint)
             with run.cleanup:
                 loop = run.start()
                 if not run.has_next_epoch():

@@ -87,7 +87,7 @@ def prepare_loader(loader: Any, name: str, limit: int | float, dealing: Dealing)
     if most == 0:
         raise ValueError(_why_empty(loader, name, dealing))
     length = prepared.length_of_epoch()
-    prepared.limit = _limit(length, most, limit, name)
+    prepared.limit = limit_of(length, most, limit, name)
     prepared.length = prepared.length_of_epoch()
     dataset: Any = getattr(cast("Any", loader), "dataset", None)
     if has_length(dataset) and (prepared.shard is not None or dealing.strategy.world_size == 1):
@@ -125,13 +125,13 @@ def _dropped(prepared: PreparedLoader) -> int:
     return len(shard.order) - seen  # pyright: ignore
 
 
-def _limit(length: int | None, most: int | None, limit: int | float, name: str) -> int | None:
+def limit_of(length: int | None, most: int | None, limit: int | float, name: str) -> int | None:
     """Batches of an epoch at most; None: all there are."""
-    option = LIMITS[name]
     if isinstance(limit, int):
         return limit
     if limit == 1.0:
         return None
+    option = LIMITS[name]
     if length is None or most is None:
         raise ValueError(f"{option}={limit}: the {name} loader has no length to take a share of; give a number (int).")
     share = int(most * limit)  # of the longest rank, so that it is the same share on any number of ranks

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from ..data_module import DataModule
 from ..hooks import overrides
 from ..task import Task
+from .combined import CombinedLoader, prepare_combined
 from .loaders import LIMITS, Dealing, prepare_loader
 from .position import Position, batch_size_here
 from .prepared import PreparedLoader
@@ -20,6 +21,7 @@ from .transfer import cast_floats
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
+_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 # Takes a batch and the index of its loader.
 Transfer = Callable[[Any, int], Any]
 
@@ -48,12 +50,12 @@ class DataSource:
                 "in the task or a DataModule."
             )
         if isinstance(loader, Mapping) or (isinstance(loader, (list, tuple)) and _any_loader(loader)):
-            raise TypeError(
-                f"the training loader is a {type(cast('Any', loader)).__name__} of loaders, which is not supported yet: "
-                "expected one loader. Join the datasets (torch.utils.data.ConcatDataset or StackDataset)."
-            )
-        limit = config.overfit_batches or config.limit_train_batches
-        prepared = prepare_loader(loader, "training", limit, self._dealing(training=True))
+            loader = CombinedLoader(cast("Any", loader), "max_size_cycle")
+        limit, dealing = config.overfit_batches or config.limit_train_batches, self._dealing(training=True)
+        if isinstance(loader, CombinedLoader):
+            prepared: PreparedLoader = prepare_combined(loader, "training", limit, dealing)
+        else:
+            prepared = prepare_loader(cast("Any", loader), "training", limit, dealing)
         if limit == 0:
             raise ValueError(f"{LIMITS['training']}={limit} leaves no batch to train on: expected 1 or more.")
         if prepared.length is None and trainer.world_size > 1 and trainer.strategy.uneven_inputs == "error":
@@ -87,20 +89,28 @@ class DataSource:
             raise TypeError(
                 f"the {kind} loaders are a dict, which is not supported yet: expected one loader, or a list."
             )
+        if isinstance(loaders, CombinedLoader):
+            if loaders.mode != "sequential":
+                raise ValueError(
+                    f"the {kind} loaders are a CombinedLoader of mode {loaders.mode!r}, which repeats samples or leaves some out: "
+                    "expected a list of loaders, which are read one after the other."
+                )
+            loaders = list(loaders.by_key.values())
         several = isinstance(loaders, (list, tuple)) and all(map(_is_loader, cast("list[Any]", loaders)))
         dealing = self._dealing(training=False)
         each: list[Any] = list(cast("list[Any]", loaders)) if several else [loaders]
         return [prepare_loader(loader, kind, limit, dealing) for loader in each]
 
+    @property
+    def replaces_transfer(self) -> bool:
+        """Whether task or data module take part in the way of a batch to the device."""
+        return any(self._override_of(name) is not None for name in _TRANSFER)
+
     def transfer(self) -> Transfer | None:
         """How a batch comes to the device; None where it needs nothing."""
-        before, to_device, after = (
-            self._override_of(name)
-            for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        )
+        before, to_device, after = map(self._override_of, _TRANSFER)
         device, precision = self._trainer.strategy.device, self._trainer.strategy.precision
-        replaced = before is not None or to_device is not None or after is not None
-        if not replaced and device.type == "cpu" and not precision.converts_batches:
+        if not self.replaces_transfer and device.type == "cpu" and not precision.converts_batches:
             return None
         move = to_device or self._trainer.task.transfer_batch_to_device
 
@@ -113,6 +123,10 @@ class DataSource:
             return batch if after is None else after(batch, index)
 
         return transfer
+
+    def gives(self, method: str) -> bool:
+        """Whether task or data module has this method."""
+        return self._override_of(method) is not None
 
     def _dealing(self, *, training: bool) -> Dealing:
         trainer, config = self._trainer, self._trainer.config
