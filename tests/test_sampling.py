@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from run_ranks import errors_of_ranks, run_ranks
-from samestep.strategies import Environment, Strategy
-from samestep.trainer.data.loaders import Dealing, prepare_loader
 from samestep.trainer.data.prepared import PreparedLoader
 from samestep.trainer.data.sampling import SeededOrder, Shard, ShuffledOrder
 from samestep.trainer.randomness import rng_state
+from simulated_ranks import dealt_back, prepared
 from tasks import ScalarWeight, quiet_trainer
 from torch.utils.data import (
     BatchSampler,
@@ -30,20 +29,6 @@ from torch.utils.data import (
 )
 
 COUNTS = [(samples, ranks) for samples in range(41) for ranks in range(1, 5)]
-
-
-class Place(Strategy):
-    """One rank of several, without the others."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.environment = Environment(rank, rank, ranks, ranks, launched=True)
-
-
-def prepared(
-    loader: Any, rank: int = 0, ranks: int = 1, *, training: bool = True, seed: int = 0, limit: Any = 1.0, **how: Any
-) -> PreparedLoader:
-    dealing = Dealing(Place(rank, ranks), seed, training, **how)
-    return prepare_loader(loader, "training" if training else "validation", limit, dealing)
 
 
 def batches(loader: PreparedLoader, epoch: int = 0, skip: int = 0) -> list[Any]:
@@ -69,11 +54,6 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def dealt_back(shards: list[list[Any]]) -> list[Any]:
-    """The order that was dealt to the ranks in turn."""
-    return [shards[place % len(shards)][place // len(shards)] for place in range(sum(map(len, shards)))]
 
 
 # --- shards --------------------------------------------------------------------------------

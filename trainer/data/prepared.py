@@ -163,7 +163,7 @@ class PreparedLoader:
         begun = self.begun_at
         if begun.ended:
             return begun.batches
-        if self.shard is None or not begun.items:
+        if self.shard is None or not (begun.items or begun.batches):
             length = len(self.loader) if has_length(self.loader) else None  # pyright: ignore
         else:
             length = None if self._items_left() is None else begun.batches + self.batches_in(self._items_left() or 0)
