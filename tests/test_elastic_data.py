@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from run_ranks import run_ranks
-from samestep.callbacks import Callback, ModelCheckpoint
+from samestep.callbacks import Callback
 from samestep.trainer import CheckpointError
 from samestep.trainer.data.prepared import Place
 from simulated_ranks import batches, dealt_back, prepared
@@ -110,22 +110,38 @@ class Trace(Callback):
         self.validations.append((trainer.global_step, trainer.callback_metrics["val/loss"].item()))
 
 
+class Saver(Callback):
+    """Saves behind every step, also an epoch's last, and at each epoch's end."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.paths, self.ends = folder, list[str](), list[str]()
+
+    def on_train_step_end(self, trainer: Any, task: Any) -> None:
+        self.paths.append(f"{self.folder}/step-{trainer.global_step}")
+        trainer.save_checkpoint(self.paths[-1])
+
+    def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.ends.append(f"{self.folder}/epoch-{trainer.current_epoch}")
+        trainer.save_checkpoint(self.ends[-1])
+
+
 def run(folder: str, ckpt_path: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Train; `options`: the `size` of a rank's batch, the number of `samples`, the `kind` of loader, the Trainer's."""
-    options = {"size": 6, "samples": 36, "kind": "shuffled", "val_check_interval": 4, **options}
+    options = {"size": 6, "samples": 36, "kind": "shuffled", "val_check_interval": 3, **options}
     torch.manual_seed(5)
     size, data = options.pop("size"), numbers(options.pop("samples"))
     loader = LOADERS[options.pop("kind")](data, size)
-    keep, trace = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1), Trace()
+    keep, trace = Saver(folder), Trace()
     trainer = quiet_trainer(
-        max_epochs=2, precision=64, seed=3, callbacks=[keep, trace], enable_checkpointing=True, num_sanity_val_steps=0,
+        max_epochs=2, precision=64, seed=3, callbacks=[keep, trace], num_sanity_val_steps=0,
         **options,
     )  # fmt: skip
     trainer.fit(Trained(), loader, DataLoader(numbers(9, seed=1), 2), ckpt_path=ckpt_path)
     return {
         "steps": trace.steps,
         "validations": trace.validations,
-        "paths": list(keep.kept),
+        "paths": keep.paths,
+        "ends": keep.ends,
         "batch": trainer.training_data.batch_size,  # pyright: ignore
         "length": trainer.num_training_batches,
     }
@@ -158,15 +174,16 @@ def several_runs(jobs: list[tuple[str, str | None, dict[str, Any]]]) -> list[Any
     return found
 
 
-def assert_goes_on(resumed: dict[str, Any], whole: dict[str, Any], step: int) -> None:
+def assert_goes_on(resumed: dict[str, Any], whole: dict[str, Any], step: int, *, checked: bool = True) -> None:
+    """Behind `step`, and where the checks due there were not `checked` yet, behind these."""
     rest = [entry for entry in whole["steps"] if entry[0] > step]
     assert [entry[:4] for entry in resumed["steps"]] == [entry[:4] for entry in rest]
     for (*_, mine), (*_, theirs) in zip(resumed["steps"], rest, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-    # One that is due behind the very step of the checkpoint comes before it, or at an epoch's end after it.
-    mine, theirs = ([check for check in part["validations"] if check[0] > step] for part in (resumed, whole))
-    assert [check[0] for check in mine] == [check[0] for check in theirs]
-    assert [check[1] for check in mine] == pytest.approx([check[1] for check in theirs], abs=1e-12)
+    checks = [check for check in whole["validations"] if check[0] >= step + checked]
+    assert [check[0] for check in resumed["validations"]] == [check[0] for check in checks]
+    found = [check[1] for check in resumed["validations"]]
+    assert found == pytest.approx([check[1] for check in checks], abs=1e-12)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -179,31 +196,27 @@ def test_any_number_of_ranks_goes_on_from_any_step_as_if_it_had_never_stopped(
     assert steps == 12 // accumulation
     parts = {1: whole}
     for ranks in (2, 3):
-        parts[ranks] = run_ranks(
-            several_runs, ranks, [(str(tmp_path / f"{ranks}"), None, {**options, "size": 6 // ranks})]
-        )[0][0]
+        job = (str(tmp_path / f"{ranks}"), None, {**options, "size": 6 // ranks})
+        parts[ranks] = run_ranks(several_runs, ranks, [job])[0][0]
         assert_goes_on(parts[ranks], whole, 0)
+    last = steps // 2
     for ranks in (1, 2, 3):
-        jobs: list[Any] = []
-        stops: list[int] = []
+        stops: list[Any] = []
         for before in {1, 2, 3} - {ranks}:
-            for stop in range(1, steps, 3 if ranks == 1 else 4):
-                stops.append(stop)
-                path = parts[before]["paths"][stop - 1]
-                jobs.append((str(tmp_path / f"{before}-{ranks}-{stop}"), path, {**options, "size": 6 // before}))
-            stops.append(steps // 2)  # the last batch of the first epoch
-            jobs.append(
-                (
-                    str(tmp_path / f"{before}-{ranks}-end"),
-                    parts[before]["paths"][steps // 2 - 1],
-                    {**options, "size": 6 // before},
-                )
-            )
+            # Inside both epochs, behind the last batch of the first, and at its end.
+            for stop in (1, last - 1, last + 1) if ranks == 1 or before == 1 else (2,):
+                stops.append((stop, before, parts[before]["paths"][stop - 1], True))
+            stops.append((last, before, parts[before]["paths"][last - 1], False))
+            stops.append((last, before, parts[before]["ends"][0], True))
+        jobs = [
+            (str(tmp_path / f"{ranks}-{number}"), path, {**options, "size": 6 // before})
+            for number, (_, before, path, _) in enumerate(stops)
+        ]
         found = several_runs(jobs) if ranks == 1 else run_ranks(several_runs, ranks, jobs, timeout=100)[0]
-        for resumed, stop, job in zip(found, stops, jobs, strict=True):
+        for resumed, (stop, _, path, checked) in zip(found, stops, strict=True):
             assert isinstance(resumed, dict), resumed
-            assert resumed["batch"] == 6 // ranks, job
-            assert_goes_on(resumed, whole, stop)
+            assert resumed["batch"] == 6 // ranks, path
+            assert_goes_on(resumed, whole, stop, checked=checked)
 
 
 @pytest.mark.parametrize("kind", ["torch's batches", "stream"])
@@ -212,7 +225,7 @@ def test_several_changes_of_the_ranks_in_one_epoch(kind: str, tmp_path: Path) ->
     options = {"size": 3, "kind": kind}
     folder = str(tmp_path / "parts")
     path = None
-    for ranks, stop in ((2, 1), (3, 2), (1, 4), (2, 5), (3, 7), (1, 12)):
+    for ranks, stop in ((2, 1), (3, 2), (1, 4), (2, 5), (3, 8), (1, 12)):
         job = (folder, path, {**options, "max_steps": stop})
         resumed = run_ranks(several_runs, ranks, [job])[0][0]
         assert isinstance(resumed, dict), resumed
@@ -260,7 +273,7 @@ def test_what_can_not_go_on_is_refused_with_the_numbers(tmp_path: Path) -> None:
             run(str(tmp_path / f"refused-{index}"), path, options)
     scaled = run(str(tmp_path / "scaled"), own["paths"][1], {"kind": "own batches", "resume_batch": "scale"})
     assert [(epoch, batch) for _, epoch, batch, *_ in scaled["steps"]][:2] == [(0, 5), (0, 6)]
-    ended = run(str(tmp_path / "ended"), as_it_is["paths"][-1], {"kind": "list", "val_check_interval": None})
+    ended = run(str(tmp_path / "ended"), as_it_is["ends"][-1], {"kind": "list", "val_check_interval": None})
     assert ended["steps"] == []  # both epochs are done: nothing to refuse
     error = run_ranks(several_runs, 4, [(str(tmp_path / "four"), two["paths"][1], {"size": 3})])[0][0]
     assert "a batch of 6 samples (2 × 3), which 4 ranks can't share evenly: expected one of 1, 2, 3, 6 ranks" in error

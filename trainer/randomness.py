@@ -109,7 +109,12 @@ class RandomStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there."""
         version, numbers, gauss = state["python"]
-        numpy = None if state["numpy"] is None else tuple(state["numpy"])
+        numpy = None
+        if state["numpy"] is not None:
+            import numpy as np
+
+            kind, keys, *rest = state["numpy"]
+            numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
         self._inside = (version, tuple(numbers), gauss), state["torch"], numpy
 
 

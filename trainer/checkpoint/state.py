@@ -192,3 +192,10 @@ def _find_place(trainer: Trainer, checkpoint: Checkpoint, then: Position | None)
             raise CheckpointError(f"{checkpoint.path}: {error}") from error
     if inside:
         go_on(loader, then, now, progress)
+    elif then.world_size != now.world_size and then.items_of_all != now.items_of_all:
+        trainer.print(
+            f"on {counted(now.world_size, 'rank')} instead of {then.world_size}, each step takes another number of samples than "
+            "before the resume: batches of this loader are what it makes them"
+            if trainer.config.resume_batch == "keep"
+            else f"resume_batch='scale': {now.items_of_all} instead of {then.items_of_all} at once from here on"
+        )

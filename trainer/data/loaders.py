@@ -252,9 +252,10 @@ def _agree(
     Raises:
         ValueError: the ranks' datasets differ in length.
     """
-    # torchdata gives a sampler of its own a generator that nobody asked for.
-    generators = generators_of(loader if loader is not None and _is_torchdatas(sampler) else sampler)
-    own = generators[0].initial_seed() if generators and sampler is not None else None
+    generators = generators_of(sampler)
+    if loader is not None and loader.generator is None and _is_torchdatas(sampler):
+        generators = []  # torchdata's sampler has one that nobody asked for
+    own = generators[0].initial_seed() if generators else None
     samples = len(loader.dataset) if loader is not None and sampler is not None else None  # pyright: ignore
     length = len(given) if has_length(given) else None
     told = dealing.strategy.gather_objects((samples, own, length), name=f"{name} data")

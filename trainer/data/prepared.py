@@ -73,6 +73,7 @@ class PreparedLoader:
 
     begun_at: Place = field(default_factory=Place)
     _loaded: bool = False
+    _given: int = 0
     _notes: deque[tuple[int, Any]] = field(default_factory=deque[tuple[int, Any]])
 
     # --- what it is ------------------------------------------------------------------------
@@ -194,6 +195,7 @@ class PreparedLoader:
         left = iter(self.loader)
         if skip and not self.seeks and not placed:
             left = islice(left, skip, None)
+        self._given = 0
         if self.stateful is not None and self.read_ahead:
             left = self._with_notes(left, skip)
         if self.length is None or (self.stateful is not None and self.limit is None):
@@ -220,9 +222,10 @@ class PreparedLoader:
         """The state of the loader or dataset as it was after so many batches; empty where it has none."""
         if self.stateful is None:
             return {}
-        state = next((noted for given, noted in reversed(self._notes) if given <= batches), None)
         workers = getattr(self.loader, "num_workers", None)
-        if state is None:
+        if batches < self._given:  # more was read than is done
+            state = next(noted for given, noted in reversed(self._notes) if given <= batches)
+        else:
             state = self.stateful.state_dict()
         return {"of": type(self.stateful).__name__, "num_workers": workers, "state": state}
 
@@ -257,8 +260,8 @@ class PreparedLoader:
                 batch = next(batches)
             except StopIteration:
                 return
+            given = self._given = given + 1
             yield batch
-            given += 1
 
 
 def state_holder(loader: Any, shard: Shard | StreamShard | None) -> Any:
