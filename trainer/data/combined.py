@@ -37,8 +37,9 @@ class CombinedLoader:
     @property
     def by_key(self) -> dict[Any, Any]:
         """The loaders by key, or by place."""
-        pairs: Any = self.iterables.items() if isinstance(self.iterables, Mapping) else enumerate(self.iterables)
-        return dict(pairs)
+        if isinstance(self.iterables, Mapping):
+            return dict(cast("Mapping[Any, Any]", self.iterables))
+        return dict(enumerate(self.iterables))
 
 
 # The length of a combination, from those of its parts.
