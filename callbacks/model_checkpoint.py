@@ -190,7 +190,7 @@ class ModelCheckpoint(Callback):
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
         """Save after steps. At an epoch's last step its end saves, when the epoch is complete."""
         if self.train_time_interval is not None:
-            if trainer.timed_save_agreed:
+            if trainer.timed_save_agreed and not trainer.is_last_batch:
                 self._save(trainer)
             elif time.monotonic() - self._saved_at > self.train_time_interval.total_seconds():
                 trainer.request_timed_save()
@@ -205,9 +205,9 @@ class ModelCheckpoint(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Save after epochs, and after steps that ended one."""
-        if (self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0) or self._step_is_due(
-            trainer
-        ):
+        epoch_is_due = self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        time_is_over = self.train_time_interval is not None and trainer.timed_save_agreed and trainer.is_last_batch
+        if epoch_is_due or time_is_over or self._step_is_due(trainer):
             self._save(trainer)
 
     def _step_is_due(self, trainer: Trainer) -> bool:

@@ -8,6 +8,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ class ProcessGroups:
     """Where ranks tell which collective they come to."""
 
     _number: itertools.count[int] = field(default_factory=itertools.count)
+    _watched: itertools.count[int] = field(default_factory=itertools.count)
 
     def announce(self, name: str) -> None:
         """Come to the next collective of the main thread; the first rank that does tells its name.
@@ -58,6 +60,11 @@ class ProcessGroups:
                 "(save_checkpoint, all_gather, validate, …) must be called by every rank: not under "
                 "`if trainer.is_global_zero:`."
             )
+
+    def store_of_watch(self) -> dist.Store:
+        """A part of the store for the next run's watchers, with a connection of its own: the main thread may block one."""
+        store: Any = dist.PrefixStore(f"watch_{next(self._watched)}", self.store)
+        return store.clone() if hasattr(store, "clone") else store  # torch 2.11 has none
 
     def let_go(self) -> None:
         """Drop the groups, whoever still holds this object: a group ends its threads when nobody refers to it."""

@@ -238,7 +238,7 @@ def test_an_environment_that_makes_no_sense_is_named(change: dict[str, str | Non
     ("variables", "options", "message"),
     [
         ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE=2 set, but RANK, LOCAL_RANK not"),
-        (FULL, {"devices": 3}, "devices=3, but torchrun started 2 processes"),
+        (FULL, {"devices": 3}, "devices=3, but this program runs as 2 processes on this host, started by torchrun or"),
         (FULL, {"num_nodes": 3}, "num_nodes=3, but torchrun started 2"),
         ({}, {"num_nodes": 2}, "num_nodes=2 without torchrun"),
         (FULL, {"strategy": "single_device"}, r"strategy='single_device' \(SingleDeviceStrategy\) on 4 processes"),

@@ -105,6 +105,10 @@ class TrainerConfig:
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     """`norm`: the norm over all parameters; `value`: each element."""
 
+    skip_nonfinite: int | None = None
+    """Skip steps whose gradients hold inf or NaN, on all ranks alike, up to so many in a row; then the run ends as diverged.
+    None: take them. On a GPU the CPU waits for the gradients in each step. 16-mixed skips by itself."""
+
     deterministic: bool | Literal["warn"] = False
     """Use deterministic algorithms in torch, where one is missing raise (True) or warn ("warn")."""
 
@@ -135,6 +139,13 @@ class TrainerConfig:
     sync_batchnorm: bool = False
     """Normalize over the batches of all ranks (see `DDPStrategy`)."""
 
+    hang_timeout: int | float | None = 10.0
+    """Seconds without progress after which it is said which ranks wait, and for whom; None: never. Preparing data,
+    compiling, the first step and writing a checkpoint may take longer: half of the strategy's timeout."""
+
+    hang_action: Literal["report", "exit"] = "report"
+    """What follows then: `report`: the run waits on; `exit`: all ranks end at once."""
+
     seed: int | None = None
     """Seed of everything: set at construction of the Trainer, equal on all ranks, so build the task after it;
     during a run each rank has its own stream derived from it. None: drawn by rank 0."""
@@ -146,6 +157,7 @@ class TrainerConfig:
         """Check every option on its own, and the pairs that exclude each other."""
         _one_of(self, "accelerator", ("auto", "cpu", "gpu", "cuda"))
         _one_of(self, "gradient_clip_algorithm", ("norm", "value"))
+        _one_of(self, "hang_action", ("report", "exit"))
         _one_of(self, "deterministic", (True, False, "warn"))
         _one_of(self, "resume_batch", ("keep", "scale"))
         for name in ("max_epochs", "max_steps", "num_sanity_val_steps"):
@@ -157,6 +169,12 @@ class TrainerConfig:
         for name in ("log_every_n_steps", "accumulate_grad_batches"):
             _whole(self, name, least=1)
         _whole(self, "reload_dataloaders_every_n_epochs", least=0)
+        _whole(self, "skip_nonfinite", least=1, optional=True)
+        if self.skip_nonfinite is not None and self.precision in (16, "16", "16-mixed"):
+            raise ValueError(
+                f"skip_nonfinite={self.skip_nonfinite} with precision={self.precision!r}: its scaler skips such steps already, and "
+                "finds its scale by them. Leave skip_nonfinite out."
+            )
         _whole(self, "seed", least=0, most=2**63 - 1, optional=True)
         for stage in ("train", "val", "test", "predict"):
             _batches(self, f"limit_{stage}_batches")
@@ -177,9 +195,10 @@ class TrainerConfig:
         _one_of(self, "benchmark", (True, False, None))
         if not isinstance(self.fast_dev_run, bool):
             _whole(self, "fast_dev_run", least=0)
-        clip = self.gradient_clip_val
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):  # pyright: ignore
-            raise _wrong(self, "gradient_clip_val", "a number above 0, or None for no clipping")
+        for name, what in (("gradient_clip_val", "no clipping"), ("hang_timeout", "no watch")):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+                raise _wrong(self, name, f"a number above 0, or None for {what}")
         if self.default_root_dir is not None and not isinstance(self.default_root_dir, str):  # pyright: ignore
             raise _wrong(self, "default_root_dir", "a path")
         self.time_limit()  # refuses what it can't read

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
 from ..callbacks.wording import counted
 from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
 from .control import STOP, ControlWord
+from .divergence import SkippedSteps
 from .evaluation import VALIDATION, EvaluationLoop
 from .fit_loaders import FitLoaders
 from .hooks import HookTable, overrides
@@ -72,6 +75,9 @@ class FitRun:
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True)
+            if trainer.global_step:  # else torch warns of a scheduler that moves before its optimizer has stepped
+                for optimizer in trainer.optimizers:
+                    optimizer._opt_called = True  # pyright: ignore
         compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
         loop = TrainingLoop(self)
         if not callable(loop.model):
@@ -80,6 +86,8 @@ class FitRun:
             )
         self._first_step = trainer.global_step
         self._first_batch = trainer.progress.batches_seen
+        if trainer.progress.epochs_scheduled < trainer.progress.epochs_done:  # saved by a hook of an epoch's end
+            self.step_epoch_schedulers()
         self._seed_ranks()
         self._call("on_fit_start")  # from here on the loggers know where they go on
         trainer.log_hyperparameters()
@@ -127,8 +135,7 @@ class FitRun:
     def has_next_epoch(self) -> bool:
         """Move to the next epoch, if there is one to be trained."""
         progress, most = self.trainer.progress, self.trainer.config.max_epochs
-        if progress.epochs_done > progress.epoch:
-            progress.epoch, progress.batch_idx = progress.epochs_done, 0
+        progress.begin_next_epoch()
         return (most in (None, -1) or progress.epoch < most) and not self.is_done()
 
     def _refuse_what_excludes_manual_optimization(self) -> None:
@@ -139,6 +146,11 @@ class FitRun:
             raise ValueError(
                 "accumulate_grad_batches and gradient_clip_val work with automatic optimization only: with "
                 "automatic_optimization=False, accumulate and clip in training_step (self.clip_gradients)."
+            )
+        if config.skip_nonfinite is not None:
+            raise ValueError(
+                "skip_nonfinite with automatic_optimization=False: the task steps its optimizers by itself. Leave it out, and "
+                "look at the gradients in training_step."
             )
 
     def _refuse_overrides_that_would_be_passed_over(self) -> None:
@@ -204,14 +216,14 @@ class FitRun:
         return [config for config in self.trainer.lr_scheduler_configs if config.interval == interval]
 
     def step_scheduler(self, config: SchedulerConfig) -> None:
-        """Step a scheduler, with the metric it monitors.
+        """Step a scheduler, with the metric it monitors, if that was reduced in this epoch.
 
         Raises:
             RuntimeError: the metric was not logged, or differs from rank to rank.
         """
         metric = None
         if config.monitor is not None and config.needs_metric:
-            metric = self.trainer.monitored(config.monitor, "ReduceLROnPlateau", required=config.strict)
+            metric = self._metric_of(config, config.monitor)
             if metric is None:
                 return
         if overrides(self.task, "lr_scheduler_step", Task):
@@ -220,6 +232,27 @@ class FitRun:
             config.scheduler.step()
         else:
             config.scheduler.step(metric)  # pyright: ignore[reportArgumentType]
+
+    def step_epoch_schedulers(self) -> None:
+        """Step the schedulers whose turn it is at the end of an epoch."""
+        progress = self.trainer.progress
+        progress.epochs_scheduled = progress.epochs_done
+        for config in self.schedulers("epoch"):
+            if progress.epochs_done % config.frequency == 0:
+                self.step_scheduler(config)
+
+    def _metric_of(self, config: SchedulerConfig, name: str) -> Tensor | None:
+        """The metric a scheduler decides by; None: there is no new one, and its step is left out.
+
+        In an epoch without validation the value of an earlier one would count twice.
+        """
+        trainer = self.trainer
+        if config.interval == "epoch":
+            if name not in trainer.callback_metrics and trainer.awaits_validation:
+                return None
+            if trainer.metric_steps.get(name, _NEVER) <= trainer.progress.steps_before_epoch:
+                return None
+        return trainer.monitored(name, type(config.scheduler).__name__, required=config.strict)
 
     def is_done(self) -> bool:
         """Whether no further step is to be taken."""
@@ -291,12 +324,14 @@ class FitRun:
             set_rng_state(self._rng_inside_epoch)
             self._rng_inside_epoch = None
 
-    def log_step(self, log: MetricLog) -> None:
+    def log_step(self, log: MetricLog, skipped: SkippedSteps | None) -> None:
         """Reduce and publish the values of a step."""
         logged = log.reduce_step()
         norm = self.trainer.gradient_norm
         if norm is not None:
             logged.for_logger["grad_norm"] = logged.for_callbacks["grad_norm"] = float(norm)
+        if skipped is not None:
+            logged.for_logger["skipped_steps"] = logged.for_callbacks["skipped_steps"] = float(skipped.total)
         self.trainer.publish(logged, log)
 
     def finish_epoch(self, log: MetricLog, *, whole: bool) -> None:
@@ -316,9 +351,7 @@ class FitRun:
         log.close_epoch()
         trainer.active_log = None
         if whole:
-            for config in self.schedulers("epoch"):
-                if progress.epochs_done % config.frequency == 0:
-                    self.step_scheduler(config)
+            self.step_epoch_schedulers()
         for hook in self.hooks.monitor_train_epoch_end:
             hook(trainer, self.task)
         if self.control.settle() & STOP:
@@ -352,19 +385,16 @@ class FitRun:
         config, progress, interval = self.trainer.config, self.trainer.progress, self._validation_interval
         every = config.check_val_every_n_epoch
         self.next_validation = _NEVER
+        if every is not None and not progress.batch_idx:
+            progress.batches_since_validation = 0  # each epoch is counted by itself
         if self._evaluation is None or (every is not None and (progress.epoch + 1) % every):
             return
         if interval is None:
             self.next_validation = _NEVER if length is None else length
-        elif (
-            progress.batch_idx == length
-        ):  # resumed at the epoch's last batch: the validation due there is still to come
-            since = progress.batches_since_validation if every is None else progress.batch_idx % interval or interval
-            self.next_validation = progress.batch_idx + max(0, interval - since)
-        elif every is None:
-            self.next_validation = progress.batch_idx + max(1, interval - progress.batches_since_validation)
-        else:
-            self.next_validation = (progress.batch_idx // interval + 1) * interval
+            return
+        # From where the last one was due, not from here: one that a run was saved in front of is still due.
+        last = progress.batch_idx - progress.batches_since_validation
+        self.next_validation = last + interval if every is None else (last // interval + 1) * interval
 
     def _validation_due_at_end(self) -> bool:
         if self._evaluation is None:
@@ -388,10 +418,11 @@ class FitRun:
     def _count_validation(self) -> None:
         """What a checkpoint that is saved at the validation's end must hold."""
         progress = self.trainer.progress
-        progress.batches_since_validation = 0
+        # What an accumulation window delayed is not owed again: the next one is due where it would have been.
+        if isinstance(self._validation_interval, int):
+            progress.batches_since_validation %= self._validation_interval
         progress.validations += 1
-        if self._validation_interval is not None:
-            self.next_validation += self._validation_interval
+        self._plan_validation(self.length)
         for config in self.schedulers("validation"):
             if progress.validations % config.frequency == 0:
                 self.step_scheduler(config)

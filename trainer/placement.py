@@ -47,8 +47,8 @@ def place(config: TrainerConfig, environment: Environment) -> Placement:
         indices = indices[:started]
     elif wanted is not None and config.devices not in ("auto", -1, "-1") and wanted != started:
         raise ValueError(
-            f"devices={config.devices!r}, but torchrun started {started} processes on this host: expected the same, or "
-            "devices='auto'."
+            f"devices={config.devices!r}, but this program runs as {started} processes on this host, started by torchrun or "
+            f"for an earlier Trainer(devices={started}): expected the same number in all of it, or devices='auto'."
         )
     if indices is not None and started > len(indices):
         raise ValueError(

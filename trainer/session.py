@@ -19,10 +19,12 @@ from torch.nn.parameter import is_lazy
 from ..strategies import process_groups
 from ..strategies.error_file import record_error
 from ..strategies.launch import refuse_import_of_main, relaunch
+from ..strategies.process_group_strategy import ProcessGroupStrategy
 from .agreement import compare, options_of
 from .callback_list import with_callbacks_of
 from .checkpoint.weights import own_buffers
 from .data_module import DataModule
+from .hangs import HangWatch
 from .hooks import HookTable, check_hooks, overrides
 from .hyperparameters import check_hyperparameters
 from .run_folder import make_run_folder, name_of_run
@@ -62,6 +64,7 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
         try:
             trainer.strategy.setup()
             _agree(trainer)
+            _watch(trainer, cleanup)
             _prepare_data(trainer)
             prepared = True
             if datamodule is not None:
@@ -113,6 +116,18 @@ def _agree(trainer: Trainer) -> None:
         name, restart = type(trainer.task).__name__, trainer.strategy.environment.restart
         folder = make_run_folder(name, restart) if trainer.is_global_zero and trainer.writes else name_of_run(name)
         trainer.run_folder = Path(trainer.strategy.broadcast(os.fspath(folder), name="run folder"))
+
+
+def _watch(trainer: Trainer, cleanup: ExitStack) -> None:
+    """Let a thread watch this rank, where others may come to wait for it."""
+    strategy, limit = trainer.strategy, trainer.config.hang_timeout
+    trainer.hang_watch = None
+    if limit is None or trainer.world_size == 1 or not isinstance(strategy, ProcessGroupStrategy):
+        return
+    exits = trainer.config.hang_action == "exit"
+    trainer.hang_watch = HangWatch(trainer, strategy, strategy.groups.store_of_watch(), limit, exits=exits)
+    trainer.hang_watch.start()
+    cleanup.callback(trainer.hang_watch.stop)
 
 
 def _prepare_data(trainer: Trainer) -> None:

@@ -96,9 +96,12 @@ class DataSource:
                     "expected a list of loaders, which are read one after the other."
                 )
             loaders = list(loaders.by_key.values())
-        several = isinstance(loaders, (list, tuple)) and all(map(_is_loader, cast("list[Any]", loaders)))
-        dealing = self._dealing(training=False)
-        each: list[Any] = list(cast("list[Any]", loaders)) if several else [loaders]
+        items = cast("list[Any]", loaders) if isinstance(loaders, (list, tuple)) else []
+        # A list that is itself the loader holds batches; one with a DataLoader in it holds loaders, or mistakes.
+        several = isinstance(loaders, (list, tuple)) and (_any_loader(items) or all(map(_is_loader, items)))
+        # A shuffle has no meaning in a prediction, whose order is how it is told apart.
+        dealing = self._dealing(training=False, shuffle=kind != "prediction")
+        each: list[Any] = list(items) if several else [cast("Any", loaders)]
         return [prepare_loader(loader, kind, limit, dealing) for loader in each]
 
     @property
@@ -128,9 +131,9 @@ class DataSource:
         """Whether task or data module has this method."""
         return self._override_of(method) is not None
 
-    def _dealing(self, *, training: bool) -> Dealing:
+    def _dealing(self, *, training: bool, shuffle: bool = True) -> Dealing:
         trainer, config = self._trainer, self._trainer.config
-        shuffle = not config.overfit_batches
+        shuffle = shuffle and not config.overfit_batches
         joins = trainer.strategy.uneven_inputs == "join"
         position = self._position if training else None  # an evaluation sees every sample once, in whatever batches
         return Dealing(
