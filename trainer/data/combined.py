@@ -39,7 +39,7 @@ class CombinedLoader:
         """The loaders by key, or by place."""
         if isinstance(self.iterables, Mapping):
             return dict(cast("Mapping[Any, Any]", self.iterables))
-        return dict(enumerate(self.iterables))
+        return dict(enumerate(cast("list[Any]", self.iterables)))
 
 
 # The length of a combination, from those of its parts.
