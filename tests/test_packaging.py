@@ -90,7 +90,7 @@ def test_public_names() -> None:
     import samestep.trainer
 
     assert set(samestep.trainer.__all__) == {
-        "CheckpointError", "CombinedLoader", "DataModule", "Task", "Trainer", "TrainerConfig", "from_command_line", "scaled_lr",
+        "CheckpointError", "CombinedLoader", "DataModule", "DivergedError", "Task", "Trainer", "TrainerConfig", "from_command_line", "largest_batch", "scaled_lr",
         "seed_everything", "warmup_schedule",
     }  # fmt: skip
     assert set(samestep.callbacks.__all__) == {
