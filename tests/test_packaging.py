@@ -94,7 +94,7 @@ def test_public_names() -> None:
         "seed_everything", "warmup_schedule",
     }  # fmt: skip
     assert set(samestep.callbacks.__all__) == {
-        "BasePredictionWriter", "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger",
+        "BasePredictionWriter", "Callback", "EarlyStopping", "Goodput", "JSONLLogger", "LearningRateMonitor", "Logger", "LossSpikeRollback",
         "ModelCheckpoint", "ModelSummary", "PredictionWriter", "ProgressBar", "StepPanel", "TensorBoardLogger",
         "read_predictions",
     }  # fmt: skip
