@@ -139,6 +139,30 @@ def normalized(port: int) -> torch.Tensor:
     return parameters_of(task).cpu()
 
 
+class Overlapping(Regression):
+    """Keeps the device busy before it reads the batch, so that a copy that is not waited for would be seen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = torch.randn(2000, 2000, device=self.device)
+        for _ in range(5):
+            x = x @ x / 100
+        return self.loss([part + 0 * x[0, 0].nan_to_num(0, 0, 0) for part in batch])
+
+
+def trained_from_workers(**options: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    task = Overlapping()
+    trainer = quiet_trainer(accelerator="gpu", devices=1, strategy="single_device", precision=64, max_epochs=2, seed=2)
+    trainer.fit(task, loader(4000, 100, shuffle=True, num_workers=2, **options))
+    return parameters_of(task).cpu()
+
+
+def test_batches_that_are_copied_ahead_are_those_that_are_not() -> None:
+    """Copied ahead from workers with pinned memory; the memory of a batch is used again by the next but one."""
+    ahead, in_line = trained_from_workers(pin_memory=True), trained_from_workers()
+    torch.testing.assert_close(ahead, in_line, rtol=0, atol=1e-9)
+
+
 def test_digits_on_all_gpus() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "digits.py"), "trainer.accelerator=gpu"],

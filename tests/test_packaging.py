@@ -90,8 +90,8 @@ def test_public_names() -> None:
     import samestep.trainer
 
     assert set(samestep.trainer.__all__) == {
-        "CheckpointError", "DataModule", "DivergedError", "Interrupted", "PeerError", "Preempted", "Task", "Trainer",
-        "TrainerConfig", "from_command_line", "largest_batch", "scaled_lr", "seed_everything", "warmup_schedule",
+        "CheckpointError", "CombinedLoader", "DataModule", "DivergedError", "Interrupted", "PeerError", "Preempted", "Task",
+        "Trainer", "TrainerConfig", "from_command_line", "largest_batch", "scaled_lr", "seed_everything", "warmup_schedule",
     }  # fmt: skip
     assert set(samestep.callbacks.__all__) == {
         "BasePredictionWriter", "Callback", "EarlyStopping", "Goodput", "JSONLLogger", "LearningRateMonitor", "Logger",

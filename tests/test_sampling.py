@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from run_ranks import errors_of_ranks, run_ranks
-from samestep.strategies import Environment, Strategy
-from samestep.trainer.data.loaders import Dealing, PreparedLoader, prepare_loader
+from samestep.trainer.data.prepared import PreparedLoader
 from samestep.trainer.data.sampling import SeededOrder, Shard, ShuffledOrder
 from samestep.trainer.randomness import rng_state
+from simulated_ranks import dealt_back, prepared
 from tasks import ScalarWeight, quiet_trainer
 from torch.utils.data import (
     BatchSampler,
@@ -29,20 +29,6 @@ from torch.utils.data import (
 )
 
 COUNTS = [(samples, ranks) for samples in range(41) for ranks in range(1, 5)]
-
-
-class Place(Strategy):
-    """One rank of several, without the others."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.environment = Environment(rank, rank, ranks, ranks, launched=True)
-
-
-def prepared(
-    loader: Any, rank: int = 0, ranks: int = 1, *, training: bool = True, seed: int = 0, limit: Any = 1.0, **how: Any
-) -> PreparedLoader:
-    dealing = Dealing(Place(rank, ranks), seed, training, **how)
-    return prepare_loader(loader, "training" if training else "validation", limit, dealing)
 
 
 def batches(loader: PreparedLoader, epoch: int = 0, skip: int = 0) -> list[Any]:
@@ -68,11 +54,6 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def dealt_back(shards: list[list[Any]]) -> list[Any]:
-    """The order that was dealt to the ranks in turn."""
-    return [shards[place % len(shards)][place // len(shards)] for place in range(sum(map(len, shards)))]
 
 
 # --- shards --------------------------------------------------------------------------------
@@ -487,16 +468,6 @@ class Stream(IterableDataset[int]):
         return iter(range(6))
 
 
-def test_an_iterable_dataset_is_read_by_one_rank_and_refused_on_several() -> None:
-    loader = DataLoader(Stream(), 2)
-    for training in (True, False):
-        assert prepared(loader, training=training).loader is loader
-        assert batches(prepared(loader, training=training)) == [[0, 1], [2, 3], [4, 5]]
-        with pytest.raises(ValueError, match="IterableDataset: on 3 ranks every rank would read all of it"):
-            prepared(loader, 1, 3, training=training)
-        assert prepared(loader, 1, 3, training=training, enabled=False).loader is loader
-
-
 class Fixed(DataLoader[Any]):
     """A loader whose constructor takes no sampler."""
 
@@ -673,12 +644,6 @@ def test_an_evaluation_loader_that_drops_the_only_batch_of_every_rank_is_refused
 def test_what_is_no_loader_is_refused(loader: Any, message: str) -> None:
     with pytest.raises(TypeError, match=f"the training loader {message}"):
         prepared(loader)
-
-
-@pytest.mark.parametrize("loaders", [[DataLoader(range(3))], {"a": DataLoader(range(3))}])
-def test_several_training_loaders_are_refused(loaders: Any) -> None:
-    with pytest.raises(TypeError, match="of loaders, which is not supported yet"):
-        trained_on(loaders, epochs=1)
 
 
 class Streamed:

@@ -6,6 +6,7 @@ from ..strategies.first_cause import PeerError
 from .batch_size import largest_batch
 from .checkpoint import CheckpointError
 from .config import TrainerConfig
+from .data.combined import CombinedLoader
 from .data_module import DataModule
 from .divergence import DivergedError
 from .overrides import from_command_line
@@ -17,6 +18,7 @@ from .trainer import Trainer
 
 __all__ = [
     "CheckpointError",
+    "CombinedLoader",
     "DataModule",
     "DivergedError",
     "Interrupted",

@@ -132,6 +132,17 @@ class TrainerConfig:
     """Deal the samples of a DataLoader to the ranks, in an order that depends on seed and epoch only.
     False: take loaders as they are; they must then read another share on each rank."""
 
+    reload_dataloaders_every_n_epochs: int = 0
+    """Ask task or data module for new loaders at the start of every n-th epoch (0, n, 2n, …); 0: once, for the run."""
+
+    per_sample_seed: bool = False
+    """What `dataset[index]` draws (Python's, numpy's and torch's generators on the CPU) becomes a function of (seed,
+    epoch, index): the same on any number of ranks and workers, and after a resume."""
+
+    resume_batch: Literal["keep", "scale"] = "keep"
+    """On another number of ranks than the checkpoint's, `keep` the batch of all ranks by another batch size of each, so
+    that steps and learning rates go on as they were; or keep each rank's and let that of all `scale` with the ranks."""
+
     sync_batchnorm: bool = False
     """Normalize over the batches of all ranks (see `DDPStrategy`)."""
 
@@ -155,6 +166,7 @@ class TrainerConfig:
         _one_of(self, "gradient_clip_algorithm", ("norm", "value"))
         _one_of(self, "hang_action", ("report", "exit"))
         _one_of(self, "deterministic", (True, False, "warn"))
+        _one_of(self, "resume_batch", ("keep", "scale"))
         for name in ("max_epochs", "max_steps", "num_sanity_val_steps"):
             _whole(self, name, least=-1, optional=name == "max_epochs")
         for name in ("min_epochs", "min_steps"):
@@ -164,6 +176,7 @@ class TrainerConfig:
             _whole(self, name, least=1, optional=True)
         for name in ("log_every_n_steps", "accumulate_grad_batches"):
             _whole(self, name, least=1)
+        _whole(self, "reload_dataloaders_every_n_epochs", least=0)
         _whole(self, "skip_nonfinite", least=1, optional=True)
         if self.skip_nonfinite is not None and self.precision in (16, "16", "16-mixed"):
             raise ValueError(
@@ -184,7 +197,7 @@ class TrainerConfig:
                 )
         for name in (
             "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_signal_handlers", "inference_mode",
-            "detect_anomaly", "use_distributed_sampler", "sync_batchnorm",
+            "detect_anomaly", "use_distributed_sampler", "per_sample_seed", "sync_batchnorm",
         ):  # fmt: skip
             _one_of(self, name, (True, False))
         _one_of(self, "benchmark", (True, False, None))

@@ -14,7 +14,7 @@ import torch
 from ..callbacks.callback import Callback
 from .control import ControlWord
 from .data.indices import recorded
-from .data.loaders import PreparedLoader
+from .data.prepared import PreparedLoader
 from .data.source import Transfer
 from .data.transfer import move_to_device
 from .hooks import HookTable, check_takes_all_arguments, overrides

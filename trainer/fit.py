@@ -14,11 +14,9 @@ from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
 from .control import LEAVE, STOP, WRITTEN, ControlWord
-from .data.loaders import PreparedLoader
-from .data.source import Transfer
-from .data.windows import Window
 from .divergence import SkippedSteps
 from .evaluation import VALIDATION, EvaluationEnded, EvaluationLoop
+from .fit_loaders import FitLoaders
 from .hooks import HookTable, overrides
 from .loop import TrainingLoop
 from .metric_log import MetricLog
@@ -42,13 +40,10 @@ class FitRun:
         trainer: Trainer,
         task: Task,
         hooks: HookTable,
-        train_loader: PreparedLoader,
-        val_loaders: list[PreparedLoader],
-        transfer: Transfer | None,
+        loaders: FitLoaders,
         checkpoint: Checkpoint | None,
     ) -> None:
-        self.trainer, self.task, self.hooks, self.transfer = trainer, task, hooks, transfer
-        self.train_loader, self.val_loaders = train_loader, val_loaders
+        self.trainer, self.task, self.hooks, self.loaders = trainer, task, hooks, loaders
         self.control: ControlWord = trainer.control
         self.cleanup = ExitStack()
         self.stopping = False
@@ -68,15 +63,17 @@ class FitRun:
         self.next_validation = _NEVER
         """The batch of the epoch behind which a validation is due."""
         self._evaluation: EvaluationLoop | None = None
-        if val_loaders:
-            self._evaluation = EvaluationLoop(trainer, task, hooks, VALIDATION, val_loaders, transfer)
+        if loaders.validation:
+            self._evaluation = EvaluationLoop(trainer, task, hooks, VALIDATION, loaders.validation, loaders.transfer)
 
     def start(self) -> TrainingLoop:
         """Build optimizers, resume, wrap, check the validation; return the loop, ready for its first epoch."""
         trainer, config = self.trainer, self.trainer.config
         self._refuse_what_excludes_manual_optimization()
         self._refuse_overrides_that_would_be_passed_over()
-        trainer.plan = make_plan(config, self.train_loader, self.length, self.val_loaders, trainer.world_size)
+        trainer.plan = make_plan(
+            config, self.loaders.training, self.length, self.loaders.validation, trainer.world_size
+        )
         trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(self.task)
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
@@ -195,8 +192,9 @@ class FitRun:
         if self._checkpoint is None:
             return
         state = read_rank_state(self._checkpoint, self.trainer.global_rank)
-        if state is None:
-            return  # on more ranks than before, the new ones go on from their own seed
+        if state is None:  # on more ranks than before, the new ones have numbers of their own
+            seed_everything(derived_seed(self.trainer.seed, self.trainer.global_rank, "rank", self.trainer.global_step))
+            return
         self.trainer.strategy.load_rank_state_dict(state.get("strategy", {}))
         if self.trainer.progress.batch_idx:
             self._rng_inside_epoch = state["rng"]
@@ -274,23 +272,22 @@ class FitRun:
         config = self.trainer.config
         return progress.epochs_done >= (config.min_epochs or 0) and progress.global_step >= (config.min_steps or 0)
 
-    def on_device(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """The windows with their batches on the device."""
-        transfer = self.transfer
-        if transfer is None:
-            return windows
-        return (window._replace(batches=(transfer(batch, 0) for batch in window.batches)) for window in windows)
-
-    def loader_of_epoch(self, epoch: int) -> PreparedLoader:
-        """The training loader, ordered for the epoch, and as long on every rank.
+    def batches_of_epoch(self, epoch: int) -> Iterator[Any]:
+        """What is left of the training batches of an epoch, in its order, and as many on every rank.
 
         Raises:
             RuntimeError: on every rank, with all lengths.
         """
-        self.train_loader.set_epoch(epoch)
+        if self.loaders.of_epoch(epoch) and self._evaluation is not None:
+            self._evaluation.loaders = self.loaders.validation
+        loader, progress = self.loaders.training, self.trainer.progress
+        loader.set_epoch(epoch)
         self.length = self._common_length(epoch)
         self._plan_validation(self.length)
-        return self.train_loader
+        window = self.trainer.config.accumulate_grad_batches
+        whole_windows = self.uneven is not None or (self.length is None and window > 1)
+        loader.read_ahead = 2 * window if whole_windows else 0
+        return self.loaders.batches(progress.batch_idx, whole_windows=whole_windows)
 
     def follow(self, flags: int) -> None:
         """Do what all ranks agreed on at this step.
@@ -307,14 +304,16 @@ class FitRun:
 
     def _uneven_policy(self) -> Literal["stop", "join"] | None:
         strategy = self.trainer.strategy
-        unsized = strategy.gather_objects(self.train_loader.length is None, name="which loaders have a length")
+        unsized = strategy.gather_objects(self.loaders.training.length is None, name="which loaders have a length")
         if strategy.world_size == 1 or strategy.uneven_inputs == "error":
             return None
         return strategy.uneven_inputs or ("stop" if any(unsized) else None)
 
     def _common_length(self, epoch: int) -> int | None:
         """Batches of the epoch on every rank: of the one that ends first or last, where they may end apart."""
-        lengths = self.trainer.strategy.gather_objects(self.train_loader.length, name="lengths of the training loader")
+        lengths = self.trainer.strategy.gather_objects(
+            self.loaders.training.length, name="lengths of the training loader"
+        )
         known = [length for length in lengths if length is not None]
         if self.uneven is not None:
             return None if len(known) < len(lengths) else max(known) if self.uneven == "join" else min(known)

@@ -227,9 +227,8 @@ class TrainingLoop:
     def train_epoch(self) -> None:
         """Train one epoch, or what is left of it: its steps, and after each what is due."""
         run, trainer, progress, log, control = self.run, self.trainer, self.progress, self.log, self.control
-        loader = run.loader_of_epoch(progress.epoch)
+        batches = run.batches_of_epoch(progress.epoch)
         length = self.length = run.length
-        batches = loader.batches(skip=progress.batch_idx)
         run.after_loader_started()
         trainer.active_log = log
         self.skip_epoch = trainer.is_last_batch = False
@@ -241,7 +240,7 @@ class TrainingLoop:
             run.validate(log)
             for hook in self.hooks.on_train_step_end:
                 hook(trainer, self.task)
-        for window in run.on_device(self.windows(batches)):
+        for window in run.loaders.on_device(self.windows(batches)):
             before = progress.global_step
             log.begin_step()
             self.train_window(window)

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from .config import TrainerConfig
-from .data.loaders import PreparedLoader
+from .data.prepared import PreparedLoader
 from .optimization import SchedulerConfig
 
 # Schedules longer than this are not played through in advance (it takes a few microseconds a step).

@@ -72,6 +72,87 @@ def kept_rng() -> Generator[None]:
         set_rng_state(state)
 
 
+class RandomStream:
+    """Random numbers of its own for a part of the program: each `with` goes on where the one before ended.
+
+    Of the CPU's generators only, so it is quick enough for each batch.
+
+    Args:
+        seed: what the numbers begin with.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: _CPUState | None = None
+        self._outside: _CPUState | None = None
+
+    def __enter__(self) -> None:
+        self._outside = _cpu_state()
+        if self._inside is None:
+            _seed_cpu(self._seed)
+        else:
+            _set_cpu_state(self._inside)
+
+    def __exit__(self, *_: Any) -> None:
+        assert self._outside is not None
+        self._inside = _cpu_state()
+        _set_cpu_state(self._outside)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Where the numbers stand between two `with`, of plain types; None: at their beginning."""
+        if self._inside is None:
+            return None
+        python, cpu, numpy = self._inside
+        plain = None if numpy is None else [numpy[0], numpy[1].tolist(), *numpy[2:]]
+        return {"python": python, "torch": cpu, "numpy": plain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        version, numbers, gauss = state["python"]
+        numpy = None
+        if state["numpy"] is not None:
+            import numpy as np
+
+            kind, keys, *rest = state["numpy"]
+            numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
+        self._inside = (version, tuple(numbers), gauss), state["torch"], numpy
+
+
+@contextmanager
+def sample_rng(seed: int) -> Generator[None]:
+    """As `seeded_rng`, for the CPU's generators only: quick enough for each sample."""
+    before = _cpu_state()
+    _seed_cpu(seed)
+    try:
+        yield
+    finally:
+        _set_cpu_state(before)
+
+
+# Of Python's, torch's and, where the program uses it, numpy's generator.
+_CPUState = tuple[tuple[Any, ...], torch.Tensor, "tuple[Any, ...] | None"]
+
+
+def _cpu_state() -> _CPUState:
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    return random.getstate(), torch.get_rng_state(), numpy
+
+
+def _set_cpu_state(state: _CPUState) -> None:
+    python, cpu, numpy = state
+    random.setstate(python)
+    torch.set_rng_state(cpu)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+
+
+def _seed_cpu(seed: int) -> None:
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
 @contextmanager
 def seeded_rng(seed: int) -> Generator[None]:
     """Run the body from a given seed, and leave the generators afterwards as they were before."""

@@ -30,11 +30,14 @@ from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
 from .control import SAVE, STOP, ControlWord
 from .data.loaders import LIMITS
+from .data.position import Position
+from .data.prepared import PreparedLoader
 from .data.source import DataSource
 from .data_module import DataModule
 from .divergence import DivergedError, Snapshot
 from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
 from .fit import FitRun
+from .fit_loaders import FitLoaders
 from .hangs import HangWatch
 from .hooks import overrides
 from .metric_log import Logged, MetricLog
@@ -84,6 +87,8 @@ class Trainer:
     """Of `configure_optimizers`."""
     plan: RunPlan | None
     """What the fit is going to do, once its loaders are known."""
+    training_data: PreparedLoader | None
+    """The training loader with this rank's samples, once there was a fit."""
     gradient_norm: Tensor | None
     """Of the last step, before clipping; on the device. None without clipping by norm."""
     callback_metrics: dict[str, Tensor]
@@ -137,7 +142,7 @@ class Trainer:
         self.progress = Progress()
         self.datamodule = None
         self.optimizers, self.lr_scheduler_configs = [], []
-        self.plan, self.gradient_norm = None, None
+        self.plan, self.gradient_norm, self.training_data = None, None, None
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
         self.seed = self.config.seed or 0
         """The seed all ranks agreed on, at the start of a run."""
@@ -216,18 +221,13 @@ class Trainer:
             self._stop_asked, self.stop_reason = False, None
             self.control = ControlWord(self.strategy)
             checkpoint = checkpoint_to_resume(self, ckpt_path)
-            source = DataSource(self)
-            train_loader = source.training(train_dataloaders)
-            val_loaders = source.evaluation(
-                VALIDATION.data, VALIDATION.loaders, val_dataloaders, training_given=train_dataloaders
-            )
-            if val_loaders:
-                _check_task(model, "validation inside fit", ("validation_step",))
-            self._has_validation, self.fitting = bool(val_loaders), True
+            self.fitting = True
             self.resumed_from = None if checkpoint is None else checkpoint.path
-            self.train_dataloader = train_loader.loader
-            self.val_dataloaders = [prepared.loader for prepared in val_loaders]
-            run = FitRun(self, model, hooks, train_loader, val_loaders, source.transfer(), checkpoint)
+            loaders = FitLoaders(self, train_dataloaders, val_dataloaders, checkpoint)
+            self._has_validation = bool(loaders.validation)
+            if self._has_validation:
+                _check_task(model, "validation inside fit", ("validation_step",))
+            run = FitRun(self, model, hooks, loaders, checkpoint)
             with run.cleanup:
                 loop = run.start()
                 if not run.has_next_epoch():
@@ -423,6 +423,14 @@ class Trainer:
         self.should_stop = True
 
     # --- where it stands -------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position | None:
+        """Where the fit stands in its training data; None before the first."""
+        if self.training_data is None:
+            return None
+        batches, accumulation = self.progress.batch_idx, self.config.accumulate_grad_batches
+        return Position.of(self.training_data, self.world_size, accumulation, batches)
 
     @property
     def should_stop(self) -> bool:

@@ -11,11 +11,12 @@ import torch
 
 from ...callbacks.callback import Callback
 from ...callbacks.wording import counted
+from ..data.position import Position, go_on, why_not
 from ..randomness import rng_state
 from .background import Following
 from .folder import CheckpointError
 from .plain import check_plain
-from .read import Checkpoint
+from .read import Checkpoint, read_rank_state
 from .snapshot import compact
 from .staging import release
 from .weights import split_tensors
@@ -59,7 +60,7 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
         "seed": trainer.seed,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "metric_steps": dict(trainer.metric_steps),
-        **inside_epoch(trainer),
+        "position": None if trainer.position is None else trainer.position.state(),
     }
     if trainer.datamodule is not None and (data_state := trainer.datamodule.state_dict()):
         state["datamodule"] = data_state
@@ -127,6 +128,9 @@ def _content(trainer: Trainer, *, weights_only: bool) -> Content:
     rank_state: dict[str, Any] = {"rng": rng_state()}
     if not weights_only and (own := strategy.rank_state_dict()):
         rank_state["strategy"] = own
+    data = trainer.training_data
+    if not weights_only and data is not None and (where := data.state_dict(trainer.progress.batch_idx)):
+        rank_state["loader"] = where
     check_plain(checkpoint, "checkpoint")
     check_plain(extra, "the extra state of the model")
     check_plain(rank_state, "the rank's state")
@@ -188,18 +192,9 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None
         if key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][key])
     trainer.progress.load_state_dict(state["progress"])
+    _find_place(trainer, checkpoint, Position.from_state(state.get("position")))
     trainer.callback_metrics |= {name: torch.tensor(v, dtype=torch.float64) for name, v in state["metrics"].items()}
     trainer.metric_steps |= state["metric_steps"]
-
-
-# What places a step in its epoch: how it is said, what is counted, and its name.
-_PLACES = {
-    "micro_batch": ("with batches of", "sample", "batch size"),
-    "world_size": ("on", "rank", "number of ranks"),
-    "accumulate_grad_batches": ("with windows of", "micro-batch", "accumulate_grad_batches"),
-    "dataset_size": ("with a training set of", "sample", "data"),
-    "order": ("with samples in the order of", "", "shuffle or sampler"),
-}
 
 
 def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Trainer) -> None:
@@ -219,34 +214,35 @@ def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Traine
                 "expected the same. To go on with another optimizer, load the weights with load_from_checkpoint, and start "
                 "a new run."
             )
-    progress = state["progress"]
-    if not progress["batch_idx"] or progress["epochs_done"] > progress["epoch"]:
-        return
-    for key, here in inside_epoch(trainer).items():
-        theirs = state.get(key, here)  # older checkpoints don't say
-        if theirs != here:
-            before, noun, same = _PLACES[key]
-            then, now = (f"{before} {_amount(value, noun)}" for value in (theirs, here))
-            raise CheckpointError(
-                f"{checkpoint.path} was taken inside epoch {progress['epoch']} {then}; resuming inside an epoch {now} is not "
-                f"supported yet, since what is left of it would differ. Use the same {same}, or a checkpoint of an epoch's "
-                "end."
-            )
 
 
-def _amount(value: Any, noun: str) -> str:
-    if isinstance(value, str):
-        return value
-    return "an unknown number" if value is None else counted(value, noun)
+def _find_place(trainer: Trainer, checkpoint: Checkpoint, then: Position | None) -> None:
+    """Let the training loader go on where it stood, on as many ranks or on others.
 
-
-def inside_epoch(trainer: Trainer) -> dict[str, Any]:
-    """What places a step in its epoch: with another value, the micro-batches done so far would be other ones."""
-    plan = trainer.plan
-    return {
-        "micro_batch": None if plan is None else plan.micro_batch,
-        "world_size": trainer.world_size,
-        "accumulate_grad_batches": trainer.config.accumulate_grad_batches,
-        "dataset_size": None if plan is None else plan.dataset_size,
-        "order": None if plan is None else plan.order,
-    }
+    Raises:
+        CheckpointError: inside an epoch, what is left of it would differ.
+    """
+    loader, progress, now = trainer.training_data, trainer.progress, trainer.position
+    inside = progress.batch_idx > 0
+    if then is None or now is None or loader is None:
+        return  # taken before a fit
+    if inside and (reason := why_not(then, now, trainer.config.resume_batch)):
+        raise CheckpointError(
+            f"{checkpoint.path} was taken inside epoch {progress.epoch} {reason}, or resume from a checkpoint of an epoch's "
+            "end."
+        )
+    if then.world_size == now.world_size:
+        state = read_rank_state(checkpoint, trainer.global_rank) or {}
+        try:
+            loader.load_state_dict(state.get("loader", {}), inside=inside)
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    if inside:
+        go_on(loader, then, now, progress)
+    elif then.world_size != now.world_size and then.items_of_all != now.items_of_all:
+        trainer.print(
+            f"on {counted(now.world_size, 'rank')} instead of {then.world_size}, each step takes another number of samples than "
+            "before the resume: batches of this loader are what it makes them"
+            if trainer.config.resume_batch == "keep"
+            else f"resume_batch='scale': {now.items_of_all} instead of {then.items_of_all} at once from here on"
+        )

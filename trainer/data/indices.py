@@ -10,14 +10,21 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from .loaders import PreparedLoader
+from .prepared import PreparedLoader
+from .samples import SeededSamples
 
 
 class Recorded(Sampler[Any]):
-    """A sampler that notes what it gives. Workers read ahead, so it is ahead of the batches, but in their order."""
+    """A sampler that notes what it gives. Workers read ahead, so it is ahead of the batches, but in their order.
 
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler = sampler
+    Args:
+        sampler: gives an index, or a list of them.
+        of_batches: it gives lists.
+        with_epoch: each index is a pair with the epoch before it.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, of_batches: bool, with_epoch: bool) -> None:
+        self.sampler, self.of_batches, self.with_epoch = sampler, of_batches, with_epoch
         self.given: deque[Any] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -32,7 +39,8 @@ class Recorded(Sampler[Any]):
     def next_batch(self) -> list[Any]:
         """The dataset's indices in the next batch that the loader gives."""
         item = self.given.popleft()
-        return list(cast("list[Any]", item)) if isinstance(item, (list, tuple)) else [item]
+        indices = list(cast("list[Any]", item)) if self.of_batches else [item]
+        return [index for _, index in indices] if self.with_epoch else indices
 
 
 def recorded(prepared: PreparedLoader) -> tuple[PreparedLoader, Recorded | None]:
@@ -45,7 +53,8 @@ def recorded(prepared: PreparedLoader) -> tuple[PreparedLoader, Recorded | None]
     if not is_loader or isinstance(loader.dataset, IterableDataset) or not getattr(loader, "in_order", True):
         return prepared, None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = Recorded(getattr(loader, name))
+    with_epoch = isinstance(loader.dataset, SeededSamples)
+    sampler = Recorded(getattr(loader, name), of_batches=name == "batch_sampler", with_epoch=with_epoch)
     copied = copy.copy(loader)  # DataLoader lets no attribute be set, and a constructor of a subclass may differ
     vars(copied).update({name: sampler, "_iterator": None})
     return replace(prepared, loader=copied), sampler

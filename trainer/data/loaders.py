@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -20,87 +19,11 @@ from torch.utils.data import (
 
 from ...callbacks.wording import counted
 from ...strategies.base import Strategy
-from ..randomness import derived_seed
-from .sampling import SeededOrder, Shard, ShuffledOrder, generators_of, has_length, set_epoch
-
-
-@dataclass
-class PreparedLoader:
-    """A loader as a loop reads it."""
-
-    loader: Iterable[Any]
-    """What gives this rank's batches."""
-
-    length: int | None
-    """Batches of this rank in an epoch, after the limit; None where it can't be known."""
-
-    shard: Shard | None
-    """Our sampler in it, where the samples are dealt by us."""
-
-    batch_size: int | None
-    """Samples of a full batch of one rank, where it can be known."""
-
-    worker_seed: int = 0
-    """What the workers' random numbers depend on, besides the epoch."""
-
-    dataset_size: int | None = None
-    """Samples in the dataset, from which all ranks are dealt theirs; None where it can't be known."""
-
-    dropped: int = 0
-    """Samples of an epoch that no rank sees, with uneven shares or a short last batch; batches where those are dealt."""
-
-    read_by_all: bool = False
-    """Whether nobody deals the samples to the ranks, so that each reads all that the loader gives."""
-
-    @property
-    def order(self) -> str | None:
-        """What puts the samples in order; None where they are not dealt by us."""
-        if self.shard is None:
-            return None
-        order = self.shard.order
-        if isinstance(order, ShuffledOrder):
-            return "a shuffle"
-        return type(order.sampler).__name__ if isinstance(order, SeededOrder) else "the dataset"
-
-    def remarks(self) -> list[str]:
-        """What whoever reads numbers of this loader should know."""
-        found: list[str] = []
-        if self.read_by_all:
-            kind = type(self.loader).__name__
-            found.append(f"not dealt: every rank reads all of it ({kind} is no DataLoader, so it is taken as it is)")
-        if self.dropped and self.shard is not None:
-            batches = getattr(self.loader, "batch_sampler", None)
-            what = counted(self.dropped, "batch" if isinstance(batches, Shard) else "sample")
-            reasons: list[str] = []
-            if self.shard.dropped:
-                reasons.append(f"can't be dealt evenly to {counted(self.shard.world_size, 'rank')}")
-            if getattr(batches, "drop_last", False):
-                reasons.append("would fill no batch (drop_last=True)")
-            found.append(
-                f"{what} of each epoch left out: {'it' if self.dropped == 1 else 'they'} {' or '.join(reasons)}"
-            )
-        return found
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the epoch, and the random numbers of workers that are started for it."""
-        set_epoch(self.loader, epoch)
-        if self.shard is not None:
-            generator: torch.Generator = self.loader.generator  # pyright: ignore
-            generator.manual_seed(derived_seed(self.worker_seed, epoch, self.shard.rank, "workers"))
-
-    def batches(self, skip: int = 0) -> Iterator[Any]:
-        """This rank's batches of an epoch, from the one behind the first `skip`.
-
-        Where we deal the samples, the skipped ones are not read; else they are read and dropped.
-        """
-        if self.shard is not None:
-            over_batches = isinstance(getattr(self.loader, "batch_sampler", None), Shard)
-            per_batch = 1 if over_batches else self.batch_size or 1
-            self.shard.start = skip * per_batch * self.shard.world_size
-            left = iter(self.loader)
-        else:
-            left = islice(iter(self.loader), skip, None) if skip else iter(self.loader)
-        return left if self.length is None else islice(left, self.length - skip)
+from .prepared import PreparedLoader, state_holder
+from .samples import SeededSamples
+from .sampling import SeededOrder, Shard, ShuffledOrder, WithEpoch, generators_of, has_length
+from .streams import StreamShard, deal_stream
+from .streams import deals_itself as stream_deals_itself
 
 
 @dataclass(frozen=True)
@@ -116,6 +39,10 @@ class Dealing:
     """False: read in order even what is to be shuffled (`overfit_batches`, and predictions)."""
     joins: bool = False
     """Ranks may train on another number of samples; False: the few that are left over are dropped."""
+    per_sample_seed: bool = False
+    """What a dataset draws for a sample depends on (seed, epoch, index) only."""
+    batch_size_here: Callable[[int | None], int | None] = lambda given: given
+    """The batch size of a rank, from that of the program's loader."""
 
     @property
     def even(self) -> bool:
@@ -136,7 +63,8 @@ def prepare_loader(loader: Any, name: str, limit: int | float, dealing: Dealing)
     """Deal a loader's samples to the ranks, and limit its batches.
 
     A DataLoader over a map-style dataset gets a sampler of ours: shuffled, if it was; a sampler of the user's own
-    keeps its order and is dealt out; torch's DistributedSampler, and any other iterable, is taken as it is.
+    keeps its order and is dealt out. One over an IterableDataset reads a part of its stream. torch's
+    DistributedSampler, streams that deal themselves, and any other iterable, are taken as they are.
 
     Args:
         loader: the user's.
@@ -158,13 +86,14 @@ def prepare_loader(loader: Any, name: str, limit: int | float, dealing: Dealing)
     most = _most_batches(prepared, lengths, dealing)
     if most == 0:
         raise ValueError(_why_empty(loader, name, dealing))
-    length = len(prepared.loader) if has_length(prepared.loader) else None  # pyright: ignore
-    prepared.length = _limited(length, most, limit, name)
+    length = prepared.length_of_epoch()
+    prepared.limit = limit_of(length, most, limit, name)
+    prepared.length = prepared.length_of_epoch()
     dataset: Any = getattr(cast("Any", loader), "dataset", None)
     if has_length(dataset) and (prepared.shard is not None or dealing.strategy.world_size == 1):
         prepared.dataset_size = len(dataset)
     if prepared.shard is not None and prepared.length == length:  # a limit leaves out more, as it was told to
-        prepared.dropped = _dropped(prepared.shard, _batches_of(prepared))
+        prepared.dropped = _dropped(prepared)
     elif prepared.shard is None and dealing.strategy.world_size > 1 and dealing.enabled:
         prepared.read_by_all = not _deals_itself(loader)
     return prepared
@@ -177,46 +106,39 @@ def _most_batches(prepared: PreparedLoader, lengths: list[int | None], dealing: 
         if len(known) < len(lengths):
             return None
         return 0 if dealing.even and 0 in known else max(known)
-    if not has_length(prepared.loader):
-        return None
-    first = copy.copy(prepared.shard)
-    first.rank = 0
-    batches = _batches_of(prepared)
-    return len(first) if batches is None else len(BatchSampler(first, batches.batch_size, batches.drop_last))
+    return None if prepared.length_of_epoch() is None else prepared.batches_in(len(_share(prepared.shard, 0)))
 
 
-def _batches_of(prepared: PreparedLoader) -> BatchSampler | None:
-    """What makes batches of our shard's samples; None where the shard is of batches, or of samples one by one."""
-    batches: Any = getattr(prepared.loader, "batch_sampler", None)
-    return batches if isinstance(batches, BatchSampler) else None
+def _share(shard: Shard | StreamShard, rank: int) -> Shard | StreamShard:
+    share = copy.copy(shard)
+    share.rank = rank
+    return share
 
 
-def _dropped(shard: Shard, batches: BatchSampler | None) -> int:
+def _dropped(prepared: PreparedLoader) -> int:
     """Items that no rank sees: those beyond the even shares, and those of last batches that are dropped."""
-    if not has_length(shard.order):
+    shard, batches = prepared.shard, prepared.batches_of_samples
+    if not isinstance(shard, Shard) or not has_length(shard.order):
         return 0
-    seen = 0
-    for rank in range(shard.world_size):
-        share = copy.copy(shard)
-        share.rank = rank
-        size = 1 if batches is None or not batches.drop_last else batches.batch_size
-        seen += len(share) // size * size
+    size = 1 if batches is None or not batches.drop_last else batches.batch_size
+    seen = sum(len(_share(shard, rank)) // size * size for rank in range(shard.world_size))
     return len(shard.order) - seen  # pyright: ignore
 
 
-def _limited(length: int | None, most: int | None, limit: int | float, name: str) -> int | None:
-    option = LIMITS[name]
+def limit_of(length: int | None, most: int | None, limit: int | float, name: str) -> int | None:
+    """Batches of an epoch at most; None: all there are."""
     if isinstance(limit, int):
-        return limit if length is None else min(length, limit)
+        return limit
     if limit == 1.0:
-        return length
+        return None
+    option = LIMITS[name]
     if length is None or most is None:
         raise ValueError(f"{option}={limit}: the {name} loader has no length to take a share of; give a number (int).")
     share = int(most * limit)  # of the longest rank, so that it is the same share on any number of ranks
     if not share and limit > 0:
         count = counted(most, f"{name} batch")
         raise ValueError(f"{option}={limit} of {count} is none: expected at least {1 / most:.3g}.")
-    return min(length, share)
+    return share
 
 
 def _why_empty(loader: Any, name: str, dealing: Dealing) -> str:
@@ -239,27 +161,71 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _deal(loader: Iterable[Any], name: str, dealing: Dealing) -> tuple[PreparedLoader, list[int | None]]:
-    """The loader with this rank's samples, whose length is not known yet; and the length it had on each rank."""
+    """The loader with this rank's samples, not limited yet; and the length it had on each rank."""
     dealable = dealing.enabled and isinstance(loader, DataLoader)
     data_loader = cast("DataLoader[Any]", loader) if dealable else None
     sampler, batch_size, drop_last = _sampler_of(data_loader)
     seed, lengths = _agree(loader, data_loader, sampler, name, dealing)
-    if data_loader is None or sampler is None:
-        return PreparedLoader(cast("Any", loader), None, None, _batch_size(loader), dealing.seed), lengths
-    order = _order(sampler, len(data_loader.dataset), seed, dealing)  # pyright: ignore
-    shard = Shard(order, dealing.strategy.rank, dealing.strategy.world_size, even=dealing.even)
-    if batch_size is None and data_loader.batch_sampler is not None:
-        changed: dict[str, Any] = {"batch_sampler": shard}  # whole batches are dealt out
-    elif data_loader.batch_sampler is not None:
-        changed = {"sampler": shard, "batch_sampler": BatchSampler(shard, batch_size or 1, drop_last)}
+    given = _batch_size(loader)
+    if data_loader is not None and _is_stream(data_loader):
+        shard, changed = _with_stream_shard(data_loader, seed, dealing)
+    elif data_loader is not None and sampler is not None:
+        order = _order(sampler, len(data_loader.dataset), seed, dealing)  # pyright: ignore
+        shard, changed = _with_shard(data_loader, order, batch_size, drop_last, dealing)
     else:
-        changed = {"sampler": shard}
+        if dealing.per_sample_seed and dealing.training:
+            raise ValueError(
+                f"per_sample_seed=True with a {type(cast('Any', loader)).__name__} whose samples are not dealt by the "
+                "trainer: what a sample's random numbers should depend on is not known. Give a DataLoader without a "
+                "DistributedSampler, and leave use_distributed_sampler on."
+            )
+        held = state_holder(loader, None)
+        return PreparedLoader(cast("Any", loader), None, None, given, given, dealing.seed, stateful=held), lengths
     # A copy, since the class of the loader may have a constructor of its own; it has begun no iteration.
     # A new iterator draws a seed for its workers. From a generator of its own the draw disturbs nobody: a resumed run,
     # or one with another validation, trains with the same random numbers.
     dealt = copy.copy(data_loader)
     vars(dealt).update(changed, generator=torch.Generator(), _iterator=None)
-    return PreparedLoader(dealt, None, shard, _batch_size(loader), dealing.seed), lengths
+    held = state_holder(dealt, shard)
+    return PreparedLoader(dealt, None, shard, _batch_size(dealt), given, dealing.seed, stateful=held), lengths
+
+
+def _with_shard(
+    loader: DataLoader[Any], order: Iterable[Any], batch_size: int | None, drop_last: bool, dealing: Dealing
+) -> tuple[Shard, dict[str, Any]]:
+    """This rank's part of an order, and what a loader is to be given to read it."""
+    shard = Shard(order, dealing.strategy.rank, dealing.strategy.world_size, even=dealing.even)
+    batch_size = dealing.batch_size_here(batch_size)
+    of_batches = batch_size is None and loader.batch_sampler is not None  # whole batches are dealt out
+    changed: dict[str, Any] = {}
+    indices: Any = shard
+    if dealing.per_sample_seed:
+        indices = WithEpoch(shard, of_batches=of_batches)
+        changed["dataset"] = SeededSamples(loader.dataset, dealing.seed)
+    if of_batches:
+        return shard, {**changed, "batch_sampler": indices}
+    changed["sampler"] = indices
+    if batch_size is not None:
+        changed["batch_sampler"] = BatchSampler(indices, batch_size, drop_last)
+        changed |= {} if loader.batch_size is None else {"batch_size": batch_size}
+    return shard, changed
+
+
+def _with_stream_shard(loader: DataLoader[Any], seed: int, dealing: Dealing) -> tuple[StreamShard, dict[str, Any]]:
+    """This rank's part of a stream, and what a loader is to be given to read it."""
+    batch_size = dealing.batch_size_here(loader.batch_size)
+    rank, ranks = dealing.strategy.rank, dealing.strategy.world_size
+    shard = deal_stream(loader, rank, ranks, batch_size or 1, seed, even=dealing.even)
+    changed: dict[str, Any] = {"dataset": shard}
+    if batch_size is not None:
+        batches = BatchSampler(cast("Any", loader.sampler), batch_size, loader.drop_last)
+        changed |= {"batch_sampler": batches, "batch_size": batch_size}
+    return shard, changed
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads an IterableDataset that is to be dealt."""
+    return isinstance(loader.dataset, IterableDataset) and not stream_deals_itself(loader.dataset)
 
 
 def _sampler_of(loader: DataLoader[Any] | None) -> tuple[Any, int | None, bool]:
@@ -271,7 +237,7 @@ def _sampler_of(loader: DataLoader[Any] | None) -> tuple[Any, int | None, bool]:
         return None, None, False
     if batch_sampler is None:
         return sampler, None, False
-    if type(batch_sampler) is not BatchSampler:  # of the user's own
+    if type(batch_sampler) is not BatchSampler and not _is_torchdatas(batch_sampler):  # of the user's own
         return batch_sampler, None, False
     return batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
 
@@ -284,16 +250,11 @@ def _agree(
     A generator of the user's stands for its seed; rank 0's counts, or shards would overlap.
 
     Raises:
-        ValueError: the ranks' datasets differ in length, or an IterableDataset would be read whole by each.
+        ValueError: the ranks' datasets differ in length.
     """
-    ranks = dealing.strategy.world_size
-    if loader is not None and isinstance(loader.dataset, IterableDataset) and ranks > 1:
-        raise ValueError(
-            f"the {name} loader reads an IterableDataset: on {ranks} ranks every rank would read all of it, and "
-            "dealing it out is not supported yet. Let the dataset yield another share on each rank (RANK and "
-            "WORLD_SIZE are in the environment), and say so with Trainer(use_distributed_sampler=False)."
-        )
     generators = generators_of(sampler)
+    if loader is not None and loader.generator is None and _is_torchdatas(sampler):
+        generators = []  # torchdata's sampler has one that nobody asked for
     own = generators[0].initial_seed() if generators else None
     samples = len(loader.dataset) if loader is not None and sampler is not None else None  # pyright: ignore
     length = len(given) if has_length(given) else None
@@ -311,13 +272,21 @@ def _agree(
 def _order(sampler: Any, length: int, seed: int, dealing: Dealing) -> Iterable[Any]:
     if type(sampler) is SequentialSampler:
         return range(length)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
+    shuffles = type(sampler) is RandomSampler or (_is_torchdatas(sampler) and type(sampler).__name__ == "RandomSampler")
+    if shuffles and not sampler.replacement and sampler.num_samples == length:
         return ShuffledOrder(length, seed) if dealing.shuffle else range(length)
     return SeededOrder(sampler, seed)
 
 
+def _is_torchdatas(sampler: Any) -> bool:
+    """Whether a sampler is one that torchdata's StatefulDataLoader made for itself."""
+    return type(sampler).__module__ == "torchdata.stateful_dataloader.sampler"
+
+
 def _deals_itself(loader: Any) -> bool:
-    """Whether one of the loader's samplers gives each rank another share."""
+    """Whether the loader's dataset or one of its samplers gives each rank another share."""
+    if stream_deals_itself(getattr(loader, "dataset", None)):
+        return True
     sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     return any(map(_already_dealt, (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))))
 

@@ -6,14 +6,14 @@ Rank r of W takes places r, r+W, r+2W, … of the order. So W ranks × batch B s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized, ValuesView
 from itertools import islice
 from typing import Any, cast
 
 import torch
 from torch.utils.data import Sampler
 
-from ..randomness import derived_seed, kept_rng, rng_state, seed_everything, seeded_rng, set_rng_state
+from ..randomness import RandomStream, derived_seed, seeded_rng
 
 
 class ShuffledOrder(Sampler[int]):
@@ -63,18 +63,15 @@ class SeededOrder(Sampler[Any]):
 
 def _drawn_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
     """The sampler's items, drawn one by one from a stream of random numbers of their own: it may never end."""
-    with kept_rng():
-        seed_everything(seed)
+    numbers = RandomStream(seed)
+    with numbers:
         items = iter(sampler)
-        state = rng_state()
     while True:
-        with kept_rng():
-            set_rng_state(state)
+        with numbers:
             try:
                 item = next(items)
             except StopIteration:
                 return
-            state = rng_state()
         yield item
 
 
@@ -92,21 +89,50 @@ class Shard(Sampler[Any]):
     def __init__(self, order: Iterable[Any], rank: int, world_size: int, *, even: bool) -> None:
         self.order, self.rank, self.world_size, self.even = order, rank, world_size, even
         self.start = 0
-        """Items of the global order, a multiple of world_size, behind which an iteration begins."""
+        """Items of the global order behind which an iteration begins, and the dealing with it."""
 
     @property
     def dropped(self) -> int:
-        """Items that no rank sees in an epoch."""
+        """Items that no rank sees in a whole epoch."""
         return len(self.order) % self.world_size if self.even and has_length(self.order) else 0  # pyright: ignore
 
     def __len__(self) -> int:
         """Items of this rank in a whole epoch."""
-        length = len(self.order)  # pyright: ignore
-        return length // self.world_size if self.even else len(range(self.rank, length, self.world_size))
+        return self.left_from(0)
+
+    def left_from(self, start: int) -> int:
+        """Items of this rank behind the first `start` of the order."""
+        left = max(0, len(self.order) - start)  # pyright: ignore
+        return left // self.world_size if self.even else len(range(self.rank, left, self.world_size))
 
     def __iter__(self) -> Iterator[Any]:
-        stop = len(self) * self.world_size if self.even and has_length(self.order) else None
-        return islice(self.order, self.start + self.rank, stop, self.world_size)
+        stop = None
+        if self.even and has_length(self.order):
+            stop = self.start + self.left_from(self.start) * self.world_size
+        first = self.start + self.rank
+        if isinstance(self.order, range):
+            return iter(self.order[first : stop : self.world_size])
+        return islice(self.order, first, stop, self.world_size)
+
+
+class WithEpoch(Sampler[Any]):
+    """A sampler whose items carry the epoch: `(epoch, index)`, in lists where it gives lists. See `SeededSamples`."""
+
+    def __init__(self, sampler: Iterable[Any], *, of_batches: bool) -> None:
+        self.sampler, self.of_batches, self.epoch = sampler, of_batches, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that items carry."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # pyright: ignore
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.epoch
+        if self.of_batches:
+            return ([(epoch, index) for index in batch] for batch in self.sampler)
+        return ((epoch, index) for index in self.sampler)
 
 
 def has_length(items: Any) -> bool:
@@ -132,7 +158,7 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
 
 
 def set_epoch(holder: Any, epoch: int) -> None:
-    """Tell the epoch to a loader's samplers, however deeply nested, and to its dataset."""
+    """Tell the epoch to a loader's samplers and its dataset, and to those nested in them, however deeply."""
     seen: set[int] = set()
 
     def visit(item: Any) -> None:
@@ -141,8 +167,16 @@ def set_epoch(holder: Any, epoch: int) -> None:
         seen.add(id(item))
         if callable(getattr(item, "set_epoch", None)):
             item.set_epoch(epoch)
-        for name in ("sampler", "batch_sampler", "order"):
+        for name in ("sampler", "batch_sampler", "order", "dataset"):
             visit(getattr(item, name, None))
+        for each in _several(getattr(item, "samplers", None)) + _several(getattr(item, "datasets", None)):
+            visit(each)
 
     visit(holder)
-    visit(getattr(holder, "dataset", None))
+
+
+def _several(items: Any) -> list[Any]:
+    """The members of a sampler over samplers, or of a dataset over datasets (`ConcatDataset`)."""
+    if isinstance(items, Mapping):
+        items = cast("Mapping[Any, Any]", items).values()
+    return list(cast("Iterable[Any]", items)) if isinstance(items, (list, tuple, ValuesView)) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,12 +12,16 @@ from torch.utils.data import DataLoader
 from ..data_module import DataModule
 from ..hooks import overrides
 from ..task import Task
-from .loaders import LIMITS, Dealing, PreparedLoader, prepare_loader
+from .combined import CombinedLoader, prepare_combined
+from .loaders import LIMITS, Dealing, prepare_loader
+from .position import Position, batch_size_here
+from .prepared import PreparedLoader
 from .transfer import cast_floats
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
+_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 # Takes a batch and the index of its loader.
 Transfer = Callable[[Any, int], Any]
 
@@ -24,8 +29,9 @@ Transfer = Callable[[Any, int], Any]
 class DataSource:
     """The prepared loaders of a run, and the way of a batch to the device."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, position: Position | None = None) -> None:
+        """Prepare for a run; `position`: where the checkpoint stands that it goes on from."""
+        self._trainer, self._position = trainer, position
         self._holders: list[Task | DataModule] = [trainer.task]
         if trainer.datamodule is not None:
             self._holders.insert(0, trainer.datamodule)
@@ -44,12 +50,12 @@ class DataSource:
                 "in the task or a DataModule."
             )
         if isinstance(loader, Mapping) or (isinstance(loader, (list, tuple)) and _any_loader(loader)):
-            raise TypeError(
-                f"the training loader is a {type(cast('Any', loader)).__name__} of loaders, which is not supported yet: "
-                "expected one loader. Join the datasets (torch.utils.data.ConcatDataset or StackDataset)."
-            )
-        limit = config.overfit_batches or config.limit_train_batches
-        prepared = prepare_loader(loader, "training", limit, self._dealing(training=True))
+            loader = CombinedLoader(cast("Any", loader), "max_size_cycle")
+        limit, dealing = config.overfit_batches or config.limit_train_batches, self._dealing(training=True)
+        if isinstance(loader, CombinedLoader):
+            prepared: PreparedLoader = prepare_combined(loader, "training", limit, dealing)
+        else:
+            prepared = prepare_loader(cast("Any", loader), "training", limit, dealing)
         if limit == 0:
             raise ValueError(f"{LIMITS['training']}={limit} leaves no batch to train on: expected 1 or more.")
         if prepared.length is None and trainer.world_size > 1 and trainer.strategy.uneven_inputs == "error":
@@ -83,6 +89,13 @@ class DataSource:
             raise TypeError(
                 f"the {kind} loaders are a dict, which is not supported yet: expected one loader, or a list."
             )
+        if isinstance(loaders, CombinedLoader):
+            if loaders.mode != "sequential":
+                raise ValueError(
+                    f"the {kind} loaders are a CombinedLoader of mode {loaders.mode!r}, which repeats samples or leaves some out: "
+                    "expected a list of loaders, which are read one after the other."
+                )
+            loaders = list(loaders.by_key.values())
         items = cast("list[Any]", loaders) if isinstance(loaders, (list, tuple)) else []
         # A list that is itself the loader holds batches; one with a DataLoader in it holds loaders, or mistakes.
         several = isinstance(loaders, (list, tuple)) and (_any_loader(items) or all(map(_is_loader, items)))
@@ -91,15 +104,16 @@ class DataSource:
         each: list[Any] = list(items) if several else [cast("Any", loaders)]
         return [prepare_loader(loader, kind, limit, dealing) for loader in each]
 
+    @property
+    def replaces_transfer(self) -> bool:
+        """Whether task or data module take part in the way of a batch to the device."""
+        return any(self._override_of(name) is not None for name in _TRANSFER)
+
     def transfer(self) -> Transfer | None:
         """How a batch comes to the device; None where it needs nothing."""
-        before, to_device, after = (
-            self._override_of(name)
-            for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        )
+        before, to_device, after = map(self._override_of, _TRANSFER)
         device, precision = self._trainer.strategy.device, self._trainer.strategy.precision
-        replaced = before is not None or to_device is not None or after is not None
-        if not replaced and device.type == "cpu" and not precision.converts_batches:
+        if not self.replaces_transfer and device.type == "cpu" and not precision.converts_batches:
             return None
         move = to_device or self._trainer.task.transfer_batch_to_device
 
@@ -113,11 +127,20 @@ class DataSource:
 
         return transfer
 
+    def gives(self, method: str) -> bool:
+        """Whether task or data module has this method."""
+        return self._override_of(method) is not None
+
     def _dealing(self, *, training: bool, shuffle: bool = True) -> Dealing:
         trainer, config = self._trainer, self._trainer.config
         shuffle = shuffle and not config.overfit_batches
         joins = trainer.strategy.uneven_inputs == "join"
-        return Dealing(trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle, joins)
+        position = self._position if training else None  # an evaluation sees every sample once, in whatever batches
+        return Dealing(
+            trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle, joins,
+            config.per_sample_seed,
+            partial(batch_size_here, position, trainer.world_size, choice=config.resume_batch),
+        )  # fmt: skip
 
     def _of_holders(self, method: str) -> Any:
         for holder in self._holders:

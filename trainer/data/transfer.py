@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,34 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         return item.to(device) if hasattr(item, "to") else item
 
     return _mapped(batch, move)
+
+
+def moved_ahead(batches: Iterator[Any], move: Callable[[Any], Any], device: torch.device) -> Iterator[Any]:
+    """The batches on a CUDA device, each copied there by a stream of its own while the step before it computes.
+
+    Args:
+        batches: in pinned memory, or their copies would wait for the device.
+        move: brings one to the device.
+        device: of CUDA.
+    """
+    copying = torch.cuda.Stream(device)
+
+    def start(batch: Any) -> tuple[Any, Any]:
+        # Behind all that is computed so far: the memory it gets may be that of a batch which is being computed with.
+        copying.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(copying):
+            return move(batch), copying.record_event()
+
+    coming: list[tuple[Any, Any]] = []
+    for batch in batches:
+        coming.append(start(batch))
+        if len(coming) == 2:
+            there, copied = coming.pop(0)
+            torch.cuda.current_stream(device).wait_event(copied)
+            yield there
+    for there, copied in coming:
+        torch.cuda.current_stream(device).wait_event(copied)
+        yield there
 
 
 def cast_floats(batch: Any, dtype: torch.dtype) -> Any:

@@ -33,6 +33,7 @@ def windows(batches: Iterator[Any], size: int, length: int | None) -> Iterator[W
         for start in range(0, length, size):
             count = min(size, length - start)
             yield Window(count, count, _exactly(count, batches))
+        next(batches, None)  # a loader with a state of its own wants to see its end
     else:
         while window := list(islice(batches, size)):
             yield Window(len(window), len(window), window)
