@@ -90,13 +90,13 @@ def test_public_names() -> None:
     import samestep.trainer
 
     assert set(samestep.trainer.__all__) == {
-        "CheckpointError", "DataModule", "Task", "Trainer", "TrainerConfig", "from_command_line", "scaled_lr",
-        "seed_everything", "warmup_schedule",
+        "CheckpointError", "DataModule", "DivergedError", "Task", "Trainer", "TrainerConfig", "from_command_line",
+        "largest_batch", "scaled_lr", "seed_everything", "warmup_schedule",
     }  # fmt: skip
     assert set(samestep.callbacks.__all__) == {
-        "BasePredictionWriter", "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger",
-        "ModelCheckpoint", "ModelSummary", "PredictionWriter", "ProgressBar", "StepPanel", "TensorBoardLogger",
-        "read_predictions",
+        "BasePredictionWriter", "Callback", "EarlyStopping", "Goodput", "JSONLLogger", "LearningRateMonitor", "Logger",
+        "LossSpikeRollback", "ModelCheckpoint", "ModelSummary", "PredictionWriter", "ProgressBar", "StepPanel",
+        "TensorBoardLogger", "read_predictions",
     }  # fmt: skip
     assert set(samestep.strategies.__all__) == {
         "DDPStrategy", "Environment", "Pending", "Precision", "ProcessGroupStrategy", "SingleDeviceStrategy", "Strategy",
