@@ -235,6 +235,13 @@ class Strategy:
         """Return every rank's `value` (anything that can be pickled), in the order of the ranks."""
         return [value]
 
+    def background_gather(self) -> Callable[..., list[Any]] | None:
+        """A `gather_objects` for the thread that writes checkpoints, beside what the main thread sends and receives.
+
+        All ranks call it in the main thread. None: there is none, so checkpoints are written while training waits.
+        """
+        return self.gather_objects if self.world_size == 1 else None
+
     def broadcast(self, value: T, *, source: int = 0, name: str = "broadcast") -> T:
         """Return the `value` of rank `source` (anything that can be pickled) on every rank."""
         return value

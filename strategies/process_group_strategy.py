@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -141,6 +141,19 @@ class ProcessGroupStrategy(Strategy):
         with self.named(name):
             dist.all_gather_object(values, value, group=self.groups.control)
         return values
+
+    def background_gather(self) -> Callable[..., list[Any]]:
+        """Gather pickled objects on a group of its own, made at the first call: for as long as a disk may take."""
+        with self.named("group of the checkpoints"):
+            group = self.groups.for_checkpoints(self.startup_timeout)
+
+        def gather(value: Any, *, name: str) -> list[Any]:
+            values: list[Any] = [None] * self.world_size
+            with self.named(name, announced=False):
+                dist.all_gather_object(values, value, group=group)
+            return values
+
+        return gather
 
     def broadcast(self, value: T, *, source: int = 0, name: str = "broadcast") -> T:
         """Broadcast a pickled object on the control group."""

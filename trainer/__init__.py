@@ -1,6 +1,8 @@
 """The loop, the task, data, metrics and checkpoints."""
 
+from ..strategies import process_groups
 from ..strategies.error_file import record_uncaught_errors
+from ..strategies.first_cause import PeerError
 from .batch_size import largest_batch
 from .checkpoint import CheckpointError
 from .config import TrainerConfig
@@ -9,6 +11,7 @@ from .divergence import DivergedError
 from .overrides import from_command_line
 from .randomness import seed_everything
 from .schedules import scaled_lr, warmup_schedule
+from .signals import Interrupted, Preempted
 from .task import Task
 from .trainer import Trainer
 
@@ -16,6 +19,9 @@ __all__ = [
     "CheckpointError",
     "DataModule",
     "DivergedError",
+    "Interrupted",
+    "PeerError",
+    "Preempted",
     "Task",
     "Trainer",
     "TrainerConfig",
@@ -26,4 +32,5 @@ __all__ = [
     "warmup_schedule",
 ]
 
+process_groups.depart_at_exit()
 record_uncaught_errors()  # under torch's agent; from here on, to see also what fails before a Trainer is built

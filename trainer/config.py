@@ -29,6 +29,10 @@ class TrainerConfig:
     num_nodes: int | None = None
     """Hosts. None: as many as torchrun says. A number is checked against that."""
 
+    max_restarts: int = 0
+    """How often all ranks of `devices=N` are started again after one has failed; `ckpt_path="auto"` then goes on.
+    torchrun has an option of the same name; another number than torchrun's is refused."""
+
     strategy: str = "auto"
     """`auto` (DDP on several processes), `ddp`, `ddp_find_unused_parameters_true`, `single_device`;
     or a `Strategy` object, given to `Trainer(strategy=…)`."""
@@ -96,6 +100,9 @@ class TrainerConfig:
     enable_model_summary: bool = True
     """Show the layers and the step panel when fit starts."""
 
+    enable_signal_handlers: bool = True
+    """On SIGTERM, SIGINT or SIGUSR1 save, and end the program; all ranks at the same step. False: leave signals alone."""
+
     accumulate_grad_batches: int = 1
     """Batches in one step (the window). The gradient is their mean; a short last window is a mean of fewer."""
 
@@ -152,6 +159,7 @@ class TrainerConfig:
             _whole(self, name, least=-1, optional=name == "max_epochs")
         for name in ("min_epochs", "min_steps"):
             _whole(self, name, least=0, optional=True)
+        _whole(self, "max_restarts", least=0)
         for name in ("num_nodes", "check_val_every_n_epoch"):
             _whole(self, name, least=1, optional=True)
         for name in ("log_every_n_steps", "accumulate_grad_batches"):
@@ -175,7 +183,7 @@ class TrainerConfig:
                     "a share above 0, or 1 or more batches; limit_val_batches=0 turns validation off",
                 )
         for name in (
-            "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "inference_mode",
+            "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_signal_handlers", "inference_mode",
             "detect_anomaly", "use_distributed_sampler", "sync_batchnorm",
         ):  # fmt: skip
             _one_of(self, name, (True, False))

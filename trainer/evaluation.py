@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..callbacks.callback import Callback
+from .control import ControlWord
 from .data.indices import recorded
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
@@ -44,6 +45,10 @@ class Stage:
 VALIDATION = Stage("validation", "validation_step", "val_dataloader", "validation")
 TEST = Stage("test", "test_step", "test_dataloader", "test")
 PREDICTION = Stage("predict", "predict_step", "predict_dataloader", "prediction")
+
+
+class EvaluationEnded(BaseException):
+    """All ranks agreed to leave, in the middle of an evaluation. The fit around it does."""
 
 
 class EvaluationLoop:
@@ -79,6 +84,7 @@ class EvaluationLoop:
         keep: bool = False,
         gather: bool = False,
         before_end: Callable[[], None] | None = None,
+        control: ControlWord | None = None,
     ) -> tuple[Logged, list[list[Any]]]:
         """Evaluate.
 
@@ -87,9 +93,11 @@ class EvaluationLoop:
             keep: also return what the step returned, by loader and batch, on the CPU.
             gather: as one rank would have, instead of this rank's.
             before_end: called when the metrics are published, before the hooks that may save a checkpoint.
+            control: asked between batches whether all ranks leave.
 
         Raises:
             TypeError, ValueError: what the step returned can't be gathered.
+            EvaluationEnded: all ranks leave.
         """
         trainer, task, loaders = self.trainer, self.task, self.loaders
         several = len(loaders) > 1
@@ -102,14 +110,18 @@ class EvaluationLoop:
         held = {} if before is None else updates_of(task)
         # On each rank BatchNorm has seen other samples: rank 0's statistics count, as in the checkpoint.
         trainer.strategy.synchronize(task)
+        shared = [] if control is None else self._shared_batches(most)
         with self._mode():
             self._call("start")
             self._call("epoch_start")
-            for index, loader in enumerate(loaders):
-                for batch_idx, output in enumerate(self._run_loader(index, loader, log, most, several=several)):
-                    if keep:
-                        on_cpu = move_to_device(output, torch.device("cpu"))
-                        kept[index].add(on_cpu, len(trainer.batch_indices or ()), batch_idx)
+            with nullcontext() if control is None else control.pace_of_its_own():
+                for index, loader in enumerate(loaders):
+                    for batch_idx, output in enumerate(self._run_loader(index, loader, log, most, several=several)):
+                        if keep:
+                            on_cpu = move_to_device(output, torch.device("cpu"))
+                            kept[index].add(on_cpu, len(trainer.batch_indices or ()), batch_idx)
+                        if control is not None and batch_idx < shared[index] and control.leaves():
+                            raise EvaluationEnded
             log.batch = trainer.batch_indices = None
             if before is not None:
                 log.check_apart(before, held)
@@ -128,6 +140,12 @@ class EvaluationLoop:
         log.close_epoch()
         trainer.active_log = before
         return logged, [each.result() for each in kept]
+
+    def _shared_batches(self, most: int | None) -> list[int]:
+        """For each loader, the batches that every rank has: only behind these can all ranks agree on something."""
+        mine = [loader.length or 0 for loader in self.loaders]
+        every = self.trainer.strategy.gather_objects(mine, name=f"lengths of the {self.stage.data} loaders")
+        return [min(lengths if most is None else (*lengths, most)) for lengths in zip(*every, strict=True)]
 
     def _run_loader(
         self, index: int, loader: PreparedLoader, log: MetricLog, most: int | None, *, several: bool

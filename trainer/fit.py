@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
 
@@ -13,18 +13,19 @@ from ..callbacks.wording import counted
 from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
-from .control import STOP, ControlWord
+from .control import LEAVE, STOP, WRITTEN, ControlWord
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
 from .data.windows import Window
 from .divergence import SkippedSteps
-from .evaluation import VALIDATION, EvaluationLoop
+from .evaluation import VALIDATION, EvaluationEnded, EvaluationLoop
 from .hooks import HookTable, overrides
 from .loop import TrainingLoop
 from .metric_log import MetricLog
 from .optimization import SchedulerConfig, configure_optimizers
 from .plan import make_plan
-from .randomness import derived_seed, kept_rng, seed_everything, set_rng_state
+from .randomness import derived_seed, kept_rng, rng_state, seed_everything, set_rng_state
+from .signals import name_of, preempted
 from .task import Task
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class FitRun:
         self.cleanup = ExitStack()
         self.stopping = False
         """All ranks agreed to stop; followed as soon as `min_epochs` and `min_steps` allow."""
+        self.leaving = False
+        """All ranks agreed to leave after a signal; followed behind the running step."""
         self.deadline: float | None = None
         self._checkpoint = checkpoint
         self._rng_inside_epoch: dict[str, Any] | None = None
@@ -94,6 +97,7 @@ class FitRun:
         self._seed_ranks()
         self._call("on_fit_start")  # from here on the loggers know where they go on
         trainer.log_hyperparameters()
+        trainer.signals.control = self.control  # from here on there is somebody who asks
         if self._checkpoint is None:
             self._sanity_check()
         self._restore_rng()
@@ -101,12 +105,13 @@ class FitRun:
         self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         trainer.training, trainer.active_log = True, loop.log
         self._call("on_train_start")
-        if self._checkpoint is not None and self.control.settle() & STOP:
-            self.stopping = True  # the run before had been stopped, and saved when it was
+        if self._checkpoint is not None:  # the run before may have been stopped, and saved when it was
+            self.follow(self.control.settle())
         return loop
 
     def finish(self) -> None:
         """Announce the end, and say why it came early, or that it came to nothing."""
+        self.trainer.wait_for_checkpoint()
         self.trainer.strategy.check_same_parameters(self.task, name="parameters at the end")
         self._tell_if_nothing_was_trained()
         self._call("on_train_end")
@@ -204,8 +209,11 @@ class FitRun:
             return
         self.trainer.sanity_checking = True
         self._call("on_sanity_check_start")
-        with kept_rng():  # training draws the same random numbers with and without it
-            self._evaluation.run(most=None if batches < 0 else batches)
+        try:
+            with kept_rng():  # training draws the same random numbers with and without it
+                self._evaluation.run(most=None if batches < 0 else batches, control=self.control)
+        except EvaluationEnded:
+            self.leave()
         self._call("on_sanity_check_end")
         self.trainer.sanity_checking = False
 
@@ -284,6 +292,19 @@ class FitRun:
         self._plan_validation(self.length)
         return self.train_loader
 
+    def follow(self, flags: int) -> None:
+        """Do what all ranks agreed on at this step.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written in the background.
+        """
+        if flags & STOP:
+            self.stopping = True
+        if flags & LEAVE:
+            self.leaving = True
+        if flags & WRITTEN:
+            self.trainer.checkpoint_writer.settle(self.control.agreed_written)
+
     def _uneven_policy(self) -> Literal["stop", "join"] | None:
         strategy = self.trainer.strategy
         unsized = strategy.gather_objects(self.train_loader.length is None, name="which loaders have a length")
@@ -311,6 +332,7 @@ class FitRun:
     def bring_together(self, source: int) -> None:
         """An epoch is over that some ranks had no data for at its end: what they missed comes from one that had."""
         trainer, strategy = self.trainer, self.trainer.strategy
+        trainer.wait_for_checkpoint()  # callbacks' state must not hold what is on its way
         strategy.synchronize(self.task)
         strategy.join(range(strategy.world_size))
         states = [callback.state_dict() for callback in trainer.callbacks]
@@ -355,8 +377,25 @@ class FitRun:
             self.step_epoch_schedulers()
         for hook in self.hooks.monitor_train_epoch_end:
             hook(trainer, self.task)
-        if self.control.settle() & STOP:
-            self.stopping = True
+        self.follow(self.control.settle())
+        if self.leaving:
+            self.leave()
+
+    # --- after a signal --------------------------------------------------------------------
+
+    def leave(self) -> NoReturn:
+        """Save so that the run can go on from here, whatever is due, and end it. All ranks come here at the same step."""
+        trainer = self.trainer
+        keeper = trainer.checkpoint_callback
+        name = name_of(self.control.signal)
+        where = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
+        if keeper is None:
+            saved = "nothing is saved, since there is no ModelCheckpoint"
+        else:
+            saved = f'saved in {keeper.save_to_resume(trainer)}; ckpt_path="auto" goes on from there'
+        text = f"{name} received ({where}): {saved}"
+        trainer.print(f"samestep: {text}", flush=True)
+        raise preempted(self.control.signal, text, agreed=True)
 
     # --- validation ------------------------------------------------------------------------
 
@@ -395,7 +434,8 @@ class FitRun:
             return
         # From where the last one was due, not from here: one that a run was saved in front of is still due.
         last = progress.batch_idx - progress.batches_since_validation
-        self.next_validation = last + interval if every is None else (last // interval + 1) * interval
+        due = last + interval if every is None else (last // interval + 1) * interval
+        self.next_validation = due if progress.batch_idx else max(1, due)
 
     def _validation_due_at_end(self) -> bool:
         if self._evaluation is None:
@@ -409,12 +449,24 @@ class FitRun:
         """Validate, step what steps with validations, and come back to training."""
         trainer = self.trainer
         assert self._evaluation is not None
+        if self.leaving:
+            self._leave_before_validation()
+        random_numbers = rng_state()
         trainer.training, trainer.validating = False, True
         if overrides(self.task, "on_validation_model_zero_grad", Task):
             self.task.on_validation_model_zero_grad()
-        self._evaluation.run(before_end=self._count_validation)
+        try:
+            self._evaluation.run(before_end=self._count_validation, control=self.control)
+        except EvaluationEnded:
+            set_rng_state(random_numbers)
+            self._leave_before_validation()
         trainer.training, trainer.validating = True, False
         trainer.active_log = log
+
+    def _leave_before_validation(self) -> NoReturn:
+        """Leave as if the validation that is due had not begun: the run that goes on from here begins with it."""
+        self.trainer.progress.epochs_done = self.trainer.progress.epoch
+        self.leave()
 
     def _count_validation(self) -> None:
         """What a checkpoint that is saved at the validation's end must hold."""

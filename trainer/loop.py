@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..strategies.base import Strategy
 from ..strategies.clipping import parameters_of
-from .control import STOP
 from .data.uneven import uneven_windows
 from .data.windows import Window, windows
 from .divergence import SkippedSteps
@@ -238,8 +237,10 @@ class TrainingLoop:
             hook(trainer, self.task)
         self.wrap()
         self.strategy.check_same_parameters(self.task)
-        if run.next_validation <= progress.batch_idx != length:  # the run was saved in front of it
+        if run.next_validation <= progress.batch_idx != length:  # a signal ended the run before in it
             run.validate(log)
+            for hook in self.hooks.on_train_step_end:
+                hook(trainer, self.task)
         for window in run.on_device(self.windows(batches)):
             before = progress.global_step
             log.begin_step()
@@ -249,12 +250,14 @@ class TrainingLoop:
                 run.log_step(log, self.skipped)
             if run.deadline is not None and time.monotonic() > run.deadline:
                 trainer.stop("max_time is over")
-            if control.poll() & STOP:
-                run.stopping = True
+            if flags := control.poll():
+                run.follow(flags)
             if run.next_validation <= progress.batch_idx != length:  # at an epoch's last batch, its end does it
                 run.validate(log)
             for hook in self.hooks.on_train_step_end:
                 hook(trainer, self.task)
+            if run.leaving and progress.batch_idx != length:
+                run.leave()
             if self.skip_epoch or run.is_done():
                 break
         else:

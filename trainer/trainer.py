@@ -6,7 +6,8 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +22,9 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.wording import counted
 from ..strategies import Environment, Precision, Strategy
 from .callback_list import all_callbacks
-from .checkpoint import remove_checkpoint
+from .checkpoint.background import BackgroundWriter, Following
 from .checkpoint.resolve import checkpoint_to_resume, read
+from .checkpoint.retention import remove_dropped
 from .checkpoint.staging import claim_new
 from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
@@ -44,6 +46,7 @@ from .progress import Progress
 from .randomness import seed_everything
 from .results import print_results
 from .session import check_initialized, session
+from .signals import SignalHandlers
 from .strategy_check import check_strategy
 from .task import Task
 
@@ -139,6 +142,9 @@ class Trainer:
         self.seed = self.config.seed or 0
         """The seed all ranks agreed on, at the start of a run."""
         self.control = ControlWord(self.strategy)
+        self.signals = SignalHandlers(enabled=False, rank=self.strategy.rank)
+        """What the signals of the running stage come to."""
+        self.checkpoint_writer = BackgroundWriter(self.strategy.say)
         self.active_log: MetricLog | None = None
         self.stop_reason: str | None = None
         """What `stop` was told on this rank; after fit, on the first rank that asked."""
@@ -199,6 +205,8 @@ class Trainer:
         Raises:
             TypeError, ValueError: task, loaders, optimizers or options don't fit; before anything is trained.
             CheckpointError: the checkpoint is not there, damaged, or does not fit.
+            Preempted, Interrupted: a signal ended the run, after all ranks had saved. They end the program, too.
+            PeerError: another rank ended the run.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
@@ -309,20 +317,63 @@ class Trainer:
             CheckpointError: no run has begun, or it could not be written.
             RuntimeError: another rank is at another place.
         """
+        with self._timed_save():
+            save(self, Path(filepath), weights_only=weights_only)
+
+    def start_checkpoint(
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        *,
+        committed: Callable[[], None],
+        settled: Callable[[], None],
+        retire: Callable[[], None],
+        background: bool = True,
+    ) -> None:
+        """As `save_checkpoint`, but come back as soon as the state is copied: a thread writes it while training goes on.
+
+        One is written at a time: the next one, of either kind, waits for it. Where the strategy has no collectives for
+        the thread, it is written before this returns.
+
+        Args:
+            filepath: the folder.
+            weights_only: leave out what a resume needs.
+            committed: called on rank 0, in the thread, when it is on the disk.
+            settled: called on all ranks in the main thread, at the same step, when all know that it is.
+            retire: called on all ranks, in the thread, after that: to remove what it replaces.
+            background: False: write it before this returns.
+
+        Raises:
+            CheckpointError: no run has begun, or the checkpoint before could not be written. That this one could not is
+                raised later, on all ranks at the same step; at the latest before fit returns.
+        """
+        following = Following(committed, settled, retire)
+        with self._timed_save():
+            save(self, Path(filepath), weights_only=weights_only, following=following, background=background)
+
+    @contextmanager
+    def _timed_save(self) -> Generator[None]:
         begun = time.monotonic()
         try:
-            save(self, Path(filepath), weights_only=weights_only)
+            yield
         finally:
             self.seconds_saving += time.monotonic() - begun
 
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, unless it is the one this run was resumed from. For rank 0 to call."""
-        if not self.resumes_from(filepath):
-            remove_checkpoint(Path(filepath))
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being written in the background. All ranks must call it, at the same place.
 
-    def resumes_from(self, filepath: str | os.PathLike[str]) -> bool:
-        """Whether this run was resumed from the checkpoint `filepath`."""
-        return self.resumed_from is not None and Path(filepath).resolve() == self.resumed_from.resolve()
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.checkpoint_writer.settle()
+
+    def remove_checkpoints(self, dropped: Sequence[str], staying: Sequence[str], monitor: str | None) -> None:
+        """Delete checkpoints that are kept no more. For rank 0 to call.
+
+        Left are the one that this run was resumed from and, where nothing in `staying` is finite, the newest that is:
+        finite are weights without inf and NaN, with such a value of the metric `monitor`.
+        """
+        remove_dropped(dropped, staying, monitor, self.resumed_from)
 
     def claim_checkpoint(self, filepath: str | os.PathLike[str]) -> bool:
         """Take a name for the next `save_checkpoint`; False: it is taken. For rank 0 to call."""
