@@ -113,8 +113,8 @@ def skips_on_ranks() -> list[tuple[Outcome, float]]:
 
 def test_a_step_that_is_not_finite_on_one_rank_is_taken_on_none_and_moves_nothing() -> None:
     """The poisoned sample lies on rank 0 alone. Bitwise: as a run that is never given those batches."""
-    first, second = run_ranks(skips_on_ranks, 2)
-    expected = run_ranks(never_given, 2)[0] * 2
+    first, second = run_ranks(skips_on_ranks, 2, timeout=100)
+    expected = run_ranks(never_given, 2, timeout=100)[0] * 2
     for mine, theirs, wanted in zip(first, second, expected, strict=True):
         assert same(mine[0], theirs[0])
         assert same(mine[0], wanted)
@@ -195,7 +195,7 @@ def compare_rollbacks(ranks: int) -> list[bool]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_goes_back_is_the_run_that_was_never_given_those_batches(ranks: int) -> None:
-    results = [compare_rollbacks(1)] if ranks == 1 else run_ranks(compare_rollbacks, 2, 2)
+    results = [compare_rollbacks(1)] if ranks == 1 else run_ranks(compare_rollbacks, 2, 2, timeout=100)
     for result in results:
         assert result == [True] * 9
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..strategies import process_groups
-from ..strategies.first_cause import End, PeerError, is_consequence
+from ..strategies.first_cause import End, PeerError, has_timed_out, is_consequence
 from .signals import Interrupted, Preempted
 
 if TYPE_CHECKING:
@@ -76,8 +76,13 @@ def end_with(trainer: Trainer, error: BaseException) -> BaseException:
         first = mine if trainer.is_global_zero else None
     elif trainer.world_size == 1:
         first = mine
+    elif is_consequence(error):
+        watch = trainer.hang_watch
+        if has_timed_out(error) and watch is not None and watch.hang is not None:  # it knows who did not come, and why
+            process_groups.tell_end(End(watch.hang.rank, "hung", watch.hang.headline))
+        first = process_groups.end_of_peers(error) or process_groups.tell_end(mine)
     else:
-        first = (is_consequence(error) and process_groups.end_of_peers(error)) or process_groups.tell_end(mine)
+        first = process_groups.tell_end(mine)
     if first is None:
         return error
     if first.teller in (None, trainer.global_rank) and trainer.running == "fit":

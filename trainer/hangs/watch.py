@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
@@ -54,6 +54,8 @@ class HangWatch:
         self, trainer: Trainer, strategy: ProcessGroupStrategy, store: dist.Store, limit: float, *, exits: bool
     ) -> None:
         self._trainer, self._strategy, self._store = trainer, strategy, store
+        # A connection of the reader's own: one that waits for an answer keeps all others from using it.
+        self._reading: Any = cast("Any", store).clone() if hasattr(store, "clone") else store
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
         self._limit, self._exits = limit, exits
         self._period = min(1.0, limit / 10)
@@ -178,7 +180,7 @@ class HangWatch:
         heard: dict[int, tuple[int, float]] = {}
         try:
             while self._beat.age > self._limit / 2 and not self._ended.is_set():
-                known = _get(self._store, _FOUND)
+                known = _get(self._reading, _FOUND)
                 found: dict[str, Any] = json.loads(known) if known else {}
                 if self.hang is None and found.get("hang"):
                     self._found(Hang(**found["hang"]), tells=False)
@@ -186,7 +188,7 @@ class HangWatch:
                     hang = judge(self._listen(heard), self._silence)
                     if hang is not None and self._beat.age >= self._limit + turn:
                         mine = self._finding(hang)
-                        if self._store.compare_set(_FOUND, known, mine).decode() == mine:
+                        if self._reading.compare_set(_FOUND, known, mine).decode() == mine:
                             self._found(hang, tells=True)
                 self._answered = time.monotonic()
                 self._ended.wait(self._period)
@@ -198,7 +200,7 @@ class HangWatch:
         beats: list[Beat] = []
         now = time.monotonic()
         for rank in range(self._world_size):
-            told = _get(self._store, _key(rank))
+            told = _get(self._reading, _key(rank))
             beat = Beat(**json.loads(told)) if told else Beat(rank, 0, 0.0, 0.0, 0, "", "", 0.0, 0.0)
             number, since = heard.setdefault(rank, (beat.number, now))
             if number != beat.number:
@@ -218,7 +220,7 @@ class HangWatch:
             write_dump(Path(self._trainer.run_folder) / "hangs" / f"step-{hang.step:08d}", self._rank)
         if self._exits:
             if tells:
-                write_status(self._trainer, "hung", reason=hang.headline, exit_code=1)
+                write_status(self._trainer, "hung", rank=hang.rank, reason=hang.headline, exit_code=1)
             record_error(HangError(hang.headline))
             os._exit(1)
 
