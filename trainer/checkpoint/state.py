@@ -54,8 +54,22 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
         "metric_steps": dict(trainer.metric_steps),
         **inside_epoch(trainer),
     }
+    if trainer.training_loop is not None:
+        state["loop"] = trainer.training_loop.state_dict()
     if trainer.datamodule is not None and (data_state := trainer.datamodule.state_dict()):
         state["datamodule"] = data_state
+    return state
+
+
+def state_of_rank(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
+    """Everything of this rank's own file."""
+    state: dict[str, Any] = {"rng": rng_state()}
+    if weights_only:
+        return state
+    if own := trainer.strategy.rank_state_dict():
+        state["strategy"] = own
+    if trainer.training_loop is not None:
+        state["metrics"] = trainer.training_loop.metrics_state_dict()
     return state
 
 
@@ -89,9 +103,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
             "metrics": metrics,
             "weights_only": weights_only,
         }
-        rank_state = {"rng": rng_state()}
-        if not weights_only and (own := strategy.rank_state_dict()):
-            rank_state["strategy"] = own
+        rank_state = state_of_rank(trainer, weights_only=weights_only)
         write_checkpoint(path, strategy, model, checkpoint, rank_state, description)
     finally:
         release(path)
