@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from samestep.callbacks.logger import Logger
 from samestep.strategies import DDPStrategy
 from samestep.strategies.comm_hooks import CommHook, Hierarchical, PostLocalSGD, PowerSGD
 from samestep.trainer import Task, Trainer
+from samestep.trainer.resume_check.digest import digest
 from tasks import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -40,6 +40,8 @@ class Case:
     workers: int = 0
     kind: str = "everything"
     uneven: bool = False
+    saving_matters: bool = False
+    """Whether a save, which makes the ranks equal, is seen in what follows: then the resumed run saves, too."""
     stops: tuple[Stop, ...] = (("step", 3), ("epoch", 1), ("step", 9))
 
 
@@ -58,7 +60,7 @@ CASES = {
         Case("static graph, unused", {**SMALL, "static_graph": True}, task={"unused": True}, stops=(("step", 5),)),
         Case("find unused", {**SMALL, "find_unused_parameters": True}, task={"unused": True}),
         Case("no views", {**SMALL, "gradient_as_bucket_view": False}),
-        Case("no buffers in forward", {**SMALL, "forward_sync_buffers": False}),
+        Case("no buffers in forward", {**SMALL, "forward_sync_buffers": False}, saving_matters=True),
         Case("sparse", SMALL, task={"sparse": True}, kind="sgd"),
         Case("clip, by value", SMALL, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, stops=(("step", 5),)),
         Case("bf16", SMALL, {"precision": "bf16-mixed", "gradient_clip_val": 0.1}, stops=(("step", 4), ("epoch", 1))),
@@ -67,23 +69,21 @@ CASES = {
         Case("hook bf16", {**SMALL, "comm_hook": "bf16"}, stops=(("step", 4),)),
         Case("hook quantize8", {**SMALL, "comm_hook": "quantize8"}),
         Case("hook powersgd", SMALL, hook=lambda: PowerSGD(rank=1, start_step=3), stops=(("step", 2), ("step", 6), ("epoch", 1))),
-        Case("hook local", SMALL, hook=lambda: PostLocalSGD(start_step=2, period=3, ranks_per_node=1)),
+        Case("hook local", SMALL, hook=lambda: PostLocalSGD(start_step=2, period=3, ranks_per_node=1), saving_matters=True),
         Case("hook hierarchical", SMALL, hook=lambda: Hierarchical(ranks_per_node=1), stops=(("step", 5),)),
-        Case("quantize8, static graph, accumulate", {**SMALL, "comm_hook": "quantize8", "static_graph": True}, HALF),
+        Case("quantize8, static graph, accumulate", {**SMALL, "comm_hook": "quantize8", "static_graph": True}, HALF, stops=(("step", 3), ("step", 6))),
         Case("fused", {**SMALL, "fused_optimizer": True}, stops=(("step", 5),)),
         Case("in backward", {**SMALL, "optimizer_in_backward": True}),
         Case("sync batchnorm", {**SMALL, "sync_batchnorm": True}, stops=(("step", 5),)),
         Case("compile before", {"compile": "before_ddp", **EAGER}, stops=(("step", 5),), task={"width": 400}),
         Case("compile after", {"compile": "after_ddp", **EAGER}, stops=(("step", 5),), task={"width": 400}),
-        Case("weighted", SMALL, HALF, task={"weighted": True}),
-        Case("join", {**SMALL, "uneven_inputs": "join"}, uneven=True, stops=(("step", 3), ("step", 6), ("epoch", 1))),
+        Case("weighted", SMALL, HALF, task={"weighted": True}, stops=(("step", 3), ("epoch", 1), ("step", 7))),
+        Case("join", {**SMALL, "uneven_inputs": "join"}, uneven=True, saving_matters=True, stops=(("step", 3), ("step", 6), ("epoch", 1))),
         Case("stop", {**SMALL, "uneven_inputs": "stop"}, uneven=True, stops=(("step", 3), ("epoch", 1))),
         Case("manual", SMALL, kind="manual", stops=(("step", 3), ("epoch", 1), ("step", 9))),
         Case("intervals", SMALL, {"val_check_interval": 3, "log_every_n_steps": 3}, stops=(("validation", 1), ("batch", 6), ("validation", 3))),
     )
 }  # fmt: skip
-# On 16-mixed a scale that grows every 3 steps, so that its counter matters.
-GROWTH = 3
 
 
 class Numbers(Dataset[Any]):
@@ -122,7 +122,9 @@ class Everything(Task):
             hidden = hidden + self.embedding(index)
         if self.again:
             for _ in range(2):
-                hidden = torch.utils.checkpoint.checkpoint(lambda h: torch.tanh(self.middle(h)), hidden, use_reentrant=True)
+                hidden = torch.utils.checkpoint.checkpoint(
+                    lambda h: torch.tanh(self.middle(h)), hidden, use_reentrant=True
+                )
         else:
             hidden = hidden + torch.tanh(self.middle(hidden))
         return self.last(nn.functional.dropout(hidden, 0.2, self.training)).squeeze(1)
@@ -265,27 +267,6 @@ def values(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def digest(state: Any) -> str:
-    """Of all tensors and numbers in it."""
-    hashed = hashlib.blake2b(digest_size=8)
-
-    def add(item: Any) -> None:
-        if isinstance(item, Tensor):
-            hashed.update(item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if item.numel() else b"")
-        elif isinstance(item, Mapping):
-            for key in item:
-                hashed.update(str(key).encode())
-                add(item[key])
-        elif isinstance(item, (list, tuple)):
-            for each in item:
-                add(each)
-        else:
-            hashed.update(repr(item).encode())
-
-    add(state)
-    return hashed.hexdigest()
-
-
 class Batches:
     """The micro-batches of a rank that has others than its peers, and fewer."""
 
@@ -299,10 +280,16 @@ class Batches:
         data = Numbers()
         for start in range(self.length):
             rows = [data[(7 * self.rank + 2 * start + row) % 42] for row in range(2)]
-            yield torch.stack([x for x, _, _ in rows]), torch.stack([y for _, y, _ in rows]), torch.tensor([i for *_, i in rows])
+            yield (
+                torch.stack([x for x, _, _ in rows]),
+                torch.stack([y for _, y, _ in rows]),
+                torch.tensor([i for *_, i in rows]),
+            )
 
 
-def run(case: Case, folder: Path, rank: int, resume_from: Path | None, stops: tuple[Stop, ...]) -> tuple[Trace, dict[str, Any]]:
+def run(
+    case: Case, folder: Path, rank: int, resume_from: Path | None, stops: tuple[Stop, ...]
+) -> tuple[Trace, dict[str, Any]]:
     """Train; return what was seen, and the state at the end."""
     torch.manual_seed(5)
     random.seed(5)
@@ -316,8 +303,15 @@ def run(case: Case, folder: Path, rank: int, resume_from: Path | None, stops: tu
         strategy=DDPStrategy(**strategy), callbacks=[trace, stopping], max_epochs=EPOCHS, seed=1, logger=Lines(trace.seen),
         limit_train_batches=BATCHES, limit_val_batches=2, num_sanity_val_steps=0, **options,
     )  # fmt: skip
-    if trainer.strategy.scaler is not None:
-        trainer.strategy.scaler.set_growth_interval(GROWTH)
+    if trainer.strategy.scaler is not None:  # grows every 3 steps, so that its counter matters
+        scale = {
+            "scale": 1024.0,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 3,
+            "_growth_tracker": 0,
+        }
+        trainer.strategy.load_state_dict({"scaler": scale})
     task = TwoOptimizers() if case.kind == "manual" else Everything(**case.task, optimizer=case.kind)
     if case.uneven:
         training: Any = Batches(rank, BATCHES - 2 * (rank == 0))
@@ -353,9 +347,12 @@ def differences(names: list[str], folder: str, rank_of: Callable[[], int]) -> li
             if len(marks) != len(case.stops):
                 found.append(f"{name}: {len(marks)} of {len(case.stops)} checkpoints were written")
                 continue
-            written = sorted(case.stops, key=lambda stop: (place / "-".join(map(str, stop)) / "manifest.json").stat().st_mtime_ns)
+            written = sorted(
+                case.stops, key=lambda stop: (place / "-".join(map(str, stop)) / "manifest.json").stat().st_mtime_ns
+            )
             for stop, mark in zip(written, marks, strict=True):
-                resumed, its_end = run(case, place, rank, place / "-".join(map(str, stop)), ())
+                later = tuple(other for other in written[written.index(stop) + 1 :] if case.saving_matters)
+                resumed, its_end = run(case, place / "resumed", rank, place / "-".join(map(str, stop)), later)
                 difference = first_difference(whole.seen[mark:], resumed.seen) or first_difference(
                     list(end.items()), list(its_end.items())
                 )
@@ -368,7 +365,11 @@ def first_difference(expected: list[Any], got: list[Any]) -> str:
     for index, (mine, theirs) in enumerate(zip(expected, got, strict=False)):
         if digest(mine) != digest(theirs):
             return f"entry {index}: expected {shortened(mine)}, got {shortened(theirs)}"
-    return "" if len(expected) == len(got) else f"expected {len(expected)} entries, got {len(got)}: {got[len(expected) : len(expected) + 3]}"
+    return (
+        ""
+        if len(expected) == len(got)
+        else f"expected {len(expected)} entries, got {len(got)}: {got[len(expected) : len(expected) + 3]}"
+    )
 
 
 def shortened(entry: Any) -> str:

@@ -79,7 +79,7 @@ class FitRun:
         trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(self.task)
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
-            restore(trainer, self._checkpoint, training=True)
+            restore(trainer, self._checkpoint, training=True, rank_state=self._rank_state)
         compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
         self._loop = loop = TrainingLoop(self)
         trainer.training_loop = loop

@@ -20,7 +20,10 @@ def metric_states(task: nn.Module) -> dict[str, dict[str, Any]]:
             # Those that count the same thing are updated as one; this gives each what it would have.
             cast("Any", module).items()
     return {
-        path: {"updates": metric._update_count, "sums": {name: _copied(getattr(metric, name)) for name in metric._defaults}}
+        path: {
+            "updates": metric._update_count,
+            "sums": {name: _copied(getattr(metric, name)) for name in metric._defaults},
+        }
         for path, metric in _metrics(task, torchmetrics)
         if metric.update_called
     }

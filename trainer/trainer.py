@@ -194,6 +194,10 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         _check_task(model, "fit", ("training_step", "configure_optimizers"))
+        if (plan := os.environ.get("SAMESTEP_VERIFY_RESUME")) is not None:
+            from .resume_check.probe import join
+
+            ckpt_path = join(self, plan, ckpt_path)
         with session(self, "fit", model, datamodule) as hooks:
             self._stop_asked, self.stop_reason = False, None
             self.training_loop, self.waiting_saves = None, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +43,7 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "callbacks": {
-            key: state
-            for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True)
-            if (state := callback.state_dict())
-        },
+        "callbacks": _callback_states(trainer),
         "strategy": strategy.state_dict(),
         "seed": trainer.seed,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -61,6 +57,11 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
     return state
 
 
+def _callback_states(trainer: Trainer) -> dict[str, Any]:
+    keyed = zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True)
+    return {key: state for key, callback in keyed if (state := callback.state_dict())}
+
+
 def state_of_rank(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
     """Everything of this rank's own file."""
     state: dict[str, Any] = {"rng": rng_state()}
@@ -70,6 +71,8 @@ def state_of_rank(trainer: Trainer, *, weights_only: bool = False) -> dict[str, 
         state["strategy"] = own
     if trainer.training_loop is not None:
         state["metrics"] = trainer.training_loop.metrics_state_dict()
+    if trainer.strategy.uneven_inputs == "join":  # some ranks have had fewer micro-batches, and fewer hooks
+        state |= {"progress": trainer.progress.state_dict(), "callbacks": _callback_states(trainer)}
     return state
 
 
@@ -109,13 +112,16 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
         release(path)
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None:
+def restore(
+    trainer: Trainer, checkpoint: Checkpoint, *, training: bool, rank_state: Mapping[str, Any] | None = None
+) -> None:
     """Bring task and trainer to a checkpoint's state. Random numbers come back later, when the loader has begun.
 
     Args:
         trainer: the run.
         checkpoint: what was read.
         training: also optimizers, schedulers, callbacks and progress.
+        rank_state: what it has of this rank alone.
 
     Raises:
         CheckpointError: it does not fit the task, its optimizers, or the number of ranks.
@@ -147,6 +153,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None
                 f"{checkpoint.path} does not fit the {type(optimizer).__name__} of configure_optimizers: {error}"
             ) from error
     strategy.load_state_dict(state.get("strategy", {}))
+    own = rank_state or {}
+    state |= {key: own[key] for key in ("progress", "callbacks") if key in own}
     for config, theirs in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(theirs)
     for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True):

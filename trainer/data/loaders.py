@@ -100,7 +100,7 @@ class PreparedLoader:
             left = iter(self.loader)
         else:
             left = islice(iter(self.loader), skip, None) if skip else iter(self.loader)
-        return left if self.length is None else islice(left, self.length - skip)
+        return left if self.length is None else islice(left, max(0, self.length - skip))  # joined ranks count on
 
 
 @dataclass(frozen=True)
