@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Place = tuple[int, int, int, int]
-"""Epoch, micro-batches done, steps done; and 0 where a micro-batch begins, 1 at its end, 2 at that of its step."""
+"""Epoch, micro-batch, steps done; and 0 where the micro-batch begins, 1 at its end, 2 at that of its step: in order."""
 
 _KINDS = {"begin": 0, "end": 1, "step": 2}
 

@@ -27,7 +27,8 @@ def _parts(value: Any) -> Iterable[bytes]:
         if value.numel():
             yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):
-        for key, item in cast("Mapping[Any, Any]", value).items():
+        # The order of keys may come from threads: a hook's state is filled by two.
+        for key, item in sorted(cast("Mapping[Any, Any]", value).items(), key=lambda pair: repr(pair[0])):
             yield f"{key!r}:".encode()
             yield from _parts(item)
     elif isinstance(value, (list, tuple)):

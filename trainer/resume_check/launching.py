@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -44,6 +45,8 @@ def command_starter(command: Sequence[str], devices: int | None, timeout: float)
 
 def function_starter(train: Callable[[], None], processes: int) -> Start:
     """Starts a function in new processes."""
+    # They are forked from a server, which imports torch once instead of each of them.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["samestep.trainer", "torch._dynamo"])
 
     def start(plan: Path, log: Path) -> int:
         try:

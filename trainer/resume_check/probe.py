@@ -131,12 +131,12 @@ class Probe(Callback):
         self._kill(trainer, "on_train_batch_end")
         loss: Any = outputs.get("loss") if isinstance(outputs, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         shown = repr(float(loss)) if isinstance(loss, Tensor) and loss.numel() == 1 else digest(outputs)
-        self._note("end", place=[*self._place(trainer, batch_idx)], values={"the loss": shown})
+        self._note("end", place=self._place(trainer, batch_idx), values={"the loss": shown})
 
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
         """Note all that has a state; save; end the program where the plan ends."""
         values, tensors = states(trainer, task)
-        self._note("step", place=self._place(trainer, trainer.progress.batch_idx), values=values)
+        self._note("step", place=self._place(trainer, trainer.progress.batch_idx - 1), values=values)
         if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) <= _SMALL:
             torch.save(tensors, self.plan.notes / f"rank-{trainer.global_rank}-step-{trainer.global_step}.pt")
         if trainer.global_step % self.plan.save_every == 0:
