@@ -16,6 +16,7 @@ check: .venv/installed  ## format, lint, types
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/basedpyright
+	$(BIN)/shellcheck .ci/run examples/launch/*.sh examples/launch/*.sbatch
 
 format: .venv/installed
 	$(BIN)/ruff format $(SOURCES)

@@ -3,7 +3,7 @@
     python examples/digits.py                                                   one CPU process, or all GPUs
     torchrun --standalone --nproc-per-node=2 examples/digits.py                 two ranks
     python examples/digits.py trainer.devices=2 trainer.max_epochs=3            the same from plain Python, shorter
-    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 examples/digits.py
+    PROCESSES=2 examples/launch/one_node.sh examples/digits.py                  two ranks, started again if one dies
 
 Options are `name=value`; those of `Options` below, and `trainer.<option>` for everything in `TrainerConfig`.
 """
@@ -29,6 +29,7 @@ class Options:
     batch_size: int = 32  # of one rank
     learning_rate: float = 4e-3
     warmup: float = 0.1  # share of all steps
+    ckpt_path: str | None = None  # "auto": go on in trainer.default_root_dir, if a checkpoint is there
 
 
 class DigitsData(DataModule):
@@ -102,12 +103,13 @@ def main() -> None:
     best = ModelCheckpoint(monitor="val/acc", mode="max", filename="{epoch}-{val/acc:.4f}")
     callbacks = [best, EarlyStopping("val/acc", mode="max", patience=6), LearningRateMonitor()]
     trainer = Trainer(options.trainer, callbacks=callbacks)
-    trainer.fit(Digits(options.learning_rate, options.warmup), datamodule=DigitsData(options.batch_size))
+    task, data = Digits(options.learning_rate, options.warmup), DigitsData(options.batch_size)
+    trainer.fit(task, datamodule=data, ckpt_path=options.ckpt_path)
 
     # From here on the program runs on every rank.
     if best.best_model_path:
         task = Digits.load_from_checkpoint(best.best_model_path)
-        result = trainer.validate(task, datamodule=DigitsData(options.batch_size), verbose=False)[0]
+        result = trainer.validate(task, datamodule=data, verbose=False)[0]
         trainer.print(f"val/acc      {result['val/acc']:.4f}")
         trainer.print(f"checkpoint   {best.best_model_path}")
         trainer.print(f"TensorBoard  tensorboard --logdir {trainer.run_folder}")
