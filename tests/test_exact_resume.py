@@ -17,7 +17,8 @@ from tasks import Regression, ScalarWeight, loader, quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-# Buckets matter from three ranks on, so all cases run there; the others where a fault would be another one.
+# Buckets matter from three ranks on, so the cases run there; on fewer those where a fault could be another one.
+ON_THREE = tuple(name for name in CASES if name != "workers")
 ON_TWO = ("plain", "workers", "accumulate", "hook quantize8", "hook powersgd", "join", "manual")
 ON_ONE = ("plain", "fp16", "intervals", "weighted")
 
@@ -26,7 +27,8 @@ def compare(names: list[str], folder: str) -> list[str]:
     return differences(names, folder, lambda: int(os.environ["RANK"]))
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(3, tuple(CASES)), (2, ON_TWO), (1, ON_ONE)])
+@pytest.mark.timeout(650)
+@pytest.mark.parametrize(("ranks", "names"), [(3, ON_THREE), (2, ON_TWO), (1, ON_ONE)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks: int, names: tuple[str, ...], tmp_path: Path) -> None:
     found = run_ranks(compare, ranks, list(names), str(tmp_path), timeout=600)
     assert [difference for each in found for difference in each] == []
