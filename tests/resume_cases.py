@@ -229,7 +229,7 @@ class Trace(Callback):
         self.folder, self.stops, self.seen = folder, stops, list[Any]()
         self.marks: dict[Stop, int] = {}
         """What had been seen when each checkpoint was written."""
-        self.resumed = False
+        self.asked = set[Stop]()
         self.hooks_fired = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,7 +243,8 @@ class Trace(Callback):
         self.seen.append((name, self.hooks_fired, *what))
 
     def save(self, trainer: Trainer, kind: str, count: int) -> None:
-        if (kind, count) in self.stops:
+        if (kind, count) in self.stops and (kind, count) not in self.asked:  # a skipped step is no other step
+            self.asked.add((kind, count))
             trainer.save_checkpoint(self.folder / f"{kind}-{count}")
 
     def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
