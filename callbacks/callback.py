@@ -26,6 +26,9 @@ class Callback:
     monitors: ClassVar[bool] = False
     """True: its hooks run last, when the metrics of the epoch are reduced."""
 
+    keeps_state_in_rollback: ClassVar[bool] = False
+    """True: a rollback of the parameters leaves its state alone."""
+
     @property
     def state_key(self) -> str:
         """The name of its state in a checkpoint. Two callbacks of one class get numbers behind it."""

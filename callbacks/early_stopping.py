@@ -32,6 +32,9 @@ class EarlyStopping(Callback):
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
         check_on_train_epoch_end: True: check at the epoch's end only, not after a validation inside it.
+
+    Raises:
+        ValueError: an argument is impossible, or of another type.
     """
 
     monitors: ClassVar[bool] = True
@@ -50,8 +53,22 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
     ) -> None:
         check_mode("EarlyStopping", mode)
-        if patience < 0 or min_delta < 0:
-            raise ValueError(f"EarlyStopping(patience={patience}, min_delta={min_delta}): expected 0 or more for both.")
+        if not isinstance(monitor, str) or not monitor:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _wrong("monitor", monitor, "the name of a logged metric")
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 0:  # pyright: ignore
+            raise _wrong("patience", patience, "a whole number of checks, 0 or more")
+        if not _is_number(min_delta) or not 0 <= min_delta < math.inf:
+            raise _wrong("min_delta", min_delta, "a number of 0 or more")
+        thresholds = {"stopping_threshold": stopping_threshold, "divergence_threshold": divergence_threshold}
+        for name, value in thresholds.items():
+            if value is not None and (not _is_number(value) or math.isnan(value)):
+                raise _wrong(name, value, "a number, or None for no threshold")
+        switches = {"verbose": verbose, "strict": strict, "check_finite": check_finite}
+        if check_on_train_epoch_end is not None:
+            switches["check_on_train_epoch_end"] = check_on_train_epoch_end
+        for name, value in switches.items():
+            if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise _wrong(name, value, "True or False")
         self.monitor, self.min_delta, self.patience, self.verbose = monitor, min_delta, patience, verbose
         self.mode, self.strict, self.check_finite = mode, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -134,3 +151,11 @@ class EarlyStopping(Callback):
 
     def _improve(self, value: float) -> None:
         self._best, self.wait_count = value, 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _wrong(name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"EarlyStopping({name}={value!r}): expected {expected}.")

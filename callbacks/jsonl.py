@@ -66,13 +66,17 @@ class JSONLLogger(Logger):
                 self.path.rename(free_name(self.path))
             return
         self._is_ours = True
-        kept = [line for line in self.path.read_text("utf-8").splitlines(True) if _step(line) <= self.first_step]
+        first = self.first_step + 1 if self.first_rewritten_step is None else self.first_rewritten_step
+        kept = [line for line in self.path.read_text("utf-8").splitlines(True) if _step(line) < first]
         beside = self.path.with_name(f".{self.path.name}.partial")
         beside.write_text("".join(kept), "utf-8")
         beside.replace(self.path)
+        if again := self.values_to_rewrite():
+            self._write({"step": self.first_step, **again})
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write a line."""
+        self.remember(metrics, step or 0)
         self._write({"step": step or 0, **metrics})
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

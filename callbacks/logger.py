@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .callback import Callback
 
@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 class Logger(Callback):
     """Base of loggers. A logger of your own needs `log_metrics`; the rest has harmless defaults."""
 
+    keeps_state_in_rollback: ClassVar[bool] = True
     run_folder: Path | None = None
     """The run's folder; set by the trainer."""
     first_step: int = 0
     """Steps up to here were logged by the run that is resumed; set by the trainer."""
+    first_rewritten_step: int | None = None
+    """The first step that a resumed run logs, whatever stands there already; None: it is not resumed. Set by the trainer."""
+    newest: tuple[int, dict[str, float]] | None = None
+    """The newest step, and all values it was told to `remember` of it."""
     begins_anew: bool = False
     """Whether a fit goes on from nothing, so that what is in the folder already is another run's; set by the trainer."""
     is_writer: bool = True
@@ -32,7 +37,34 @@ class Logger(Callback):
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         """Learn where a resumed run goes on; later steps of the run before are dropped."""
         self.first_step = trainer.global_step
+        self.first_rewritten_step = None
+        if trainer.resumed_from is not None:
+            # Taken inside an epoch, which may end at this very step; then the values up to the checkpoint are known.
+            is_open = trainer.progress.batch_idx > 0 and self.newest is not None
+            self.first_rewritten_step = self.first_step if is_open else self.first_step + 1
         self.begins_anew = trainer.resumed_from is None and trainer.global_step == 0
+
+    def remember(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep the values of the newest step in the checkpoint: where it was taken between two points of one step, a
+        resumed run must write one of them again, and the other not."""
+        if self.newest is None or self.newest[0] != step:
+            self.newest = (step, {})
+        self.newest[1].update(metrics)
+
+    def values_to_rewrite(self) -> dict[str, float]:
+        """What a resumed run must log at `first_step`, after it has dropped what stood from `first_rewritten_step` on."""
+        if self.newest is None or self.first_rewritten_step != self.first_step or self.newest[0] != self.first_step:
+            return {}
+        return self.newest[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was told to `remember`; on rank 0, where it is logged."""
+        return {} if self.newest is None else {"step": self.newest[0], "metrics": dict(self.newest[1])}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what was logged last."""
+        if state_dict:
+            self.newest = (state_dict["step"], dict(state_dict["metrics"]))
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         """Write out what is kept in memory."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -24,13 +24,34 @@ if TYPE_CHECKING:
 # What `filename` holds a value's place with: {name} or {name:format}.
 _FIELD = r"\{([^}:]+)(:[^}]*)?\}"
 _LINKS = ("best", "last")
+_KINDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    str: "a string",
+    os.PathLike: "a path",
+    timedelta: "a timedelta, such as timedelta(minutes=30)",
+    type(None): "None",
+}
+
+
+class _Kept(NamedTuple):
+    """What a ModelCheckpoint has on the disk."""
+
+    values: dict[str, float]
+    """Paths of what is kept, with the monitored value, the oldest first."""
+    last: str
+    """The newest."""
+    outlived: list[str]
+    """What is kept no more, but may be there still: it is removed when all ranks know of the newest, or by the next run
+    where this one ends before; or it is left because the run was resumed from it, or because it is the last finite one."""
 
 
 class ModelCheckpoint(Callback):
     """Saves a checkpoint after every n-th epoch (default 1), step, or stretch of time, and keeps some.
 
     Saved after the validation that is due at the same step. With `monitor` also after a validation inside an
-    epoch. When `fit` returns, the files are complete and every rank knows their paths.
+    epoch. A thread writes it while training goes on; what the callback tells is complete, and the same on every rank. When
+    `fit` returns, all are complete.
 
     What is saved by epochs is judged by the value of that moment; an epoch without a validation is not saved, but as
     the last. What is saved by steps or time is judged by the newest value there is; before the first one it is
@@ -52,9 +73,11 @@ class ModelCheckpoint(Callback):
         train_time_interval: save when so much time has passed, on all ranks at the same step.
         every_n_epochs: save after every n-th epoch. At most one of these three.
         save_on_train_epoch_end: True: not after a validation inside an epoch.
+        asynchronous: training waits until the state is copied to the host's memory; a thread writes it. False: training
+            waits until the checkpoint is on the disk.
 
     Raises:
-        ValueError: an argument is impossible, or two exclude each other.
+        TypeError, ValueError: an argument is impossible, or two exclude each other.
     """
 
     monitors: ClassVar[bool] = True
@@ -74,8 +97,26 @@ class ModelCheckpoint(Callback):
         train_time_interval: timedelta | None = None,
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
+        asynchronous: bool = True,
     ) -> None:
         check_mode("ModelCheckpoint", mode)
+        _check_types(
+            {
+                "dirpath": (dirpath, os.PathLike | str | None),
+                "filename": (filename, str | None),
+                "monitor": (monitor, str | None),
+                "verbose": (verbose, bool),
+                "save_last": (save_last, bool | None),
+                "save_top_k": (save_top_k, int),
+                "save_weights_only": (save_weights_only, bool),
+                "auto_insert_metric_name": (auto_insert_metric_name, bool),
+                "every_n_train_steps": (every_n_train_steps, int | None),
+                "train_time_interval": (train_time_interval, timedelta | None),
+                "every_n_epochs": (every_n_epochs, int | None),
+                "save_on_train_epoch_end": (save_on_train_epoch_end, bool | None),
+                "asynchronous": (asynchronous, bool),
+            }
+        )
         given = {
             "every_n_train_steps": every_n_train_steps,
             "train_time_interval": train_time_interval,
@@ -88,7 +129,7 @@ class ModelCheckpoint(Callback):
             )
         for name in ("every_n_train_steps", "every_n_epochs"):
             value = given.get(name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if isinstance(value, int) and value < 1:
                 raise ValueError(f"ModelCheckpoint({name}={value!r}): expected a whole number of 1 or more.")
         if train_time_interval is not None and train_time_interval <= timedelta(0):
             raise ValueError(f"ModelCheckpoint(train_time_interval={train_time_interval}): expected more than 0.")
@@ -106,23 +147,31 @@ class ModelCheckpoint(Callback):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, train_time_interval
         self.every_n_epochs = every_n_epochs if given else 1
-        self.save_on_train_epoch_end = save_on_train_epoch_end
-        self.kept: dict[str, float] = {}
-        """Paths that are kept, with the monitored value (NaN without a monitor), the oldest first."""
-        self.last_path = ""
-        """The newest checkpoint."""
+        self.save_on_train_epoch_end, self.asynchronous = save_on_train_epoch_end, asynchronous
+        self._complete = self._planned = _Kept({}, "", [])
         self._last_step = -1
-        # Fell out of what is kept while a run resumed from them: that run leaves them, the next one removes them.
-        self._outlived: list[str] = []
         self._saved_at = time.monotonic()
         self._validated = False  # in this step
 
     # --- what it knows ---------------------------------------------------------------------
 
     @property
+    def kept(self) -> dict[str, float]:
+        """Paths of what is kept, with the monitored value (NaN without a monitor), the oldest first.
+
+        Like all that is told here, it is the same on all ranks, and on the disk: one that is being written is not in it.
+        """
+        return self._complete.values
+
+    @property
+    def last_path(self) -> str:
+        """The newest checkpoint that is complete. Empty before the first."""
+        return self._complete.last
+
+    @property
     def best_model_path(self) -> str:
         """The best checkpoint that is kept; without a monitor, the newest. Empty before the first."""
-        return self._ranked()[0] if self.kept else ""
+        return self._ranked(self.kept)[0] if self.kept else ""
 
     @property
     def best_model_score(self) -> Tensor | None:
@@ -134,7 +183,7 @@ class ModelCheckpoint(Callback):
     @property
     def kth_best_model_path(self) -> str:
         """The worst checkpoint that is kept. Empty before the first."""
-        return self._ranked()[-1] if self.kept else ""
+        return self._ranked(self.kept)[-1] if self.kept else ""
 
     @property
     def best_k_models(self) -> dict[str, float]:
@@ -160,19 +209,15 @@ class ModelCheckpoint(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, the checkpoint that this is written into among it."""
-        return {
-            "kept": dict(self.kept),
-            "last_path": self.last_path,
-            "last_step": self._last_step,
-            "outlived": list(self._outlived),
-        }
+        """What is kept, the checkpoint that this is written into among it: it is read only if that one is complete."""
+        values, last, outlived = self._planned
+        return {"kept": dict(values), "last_path": last, "last_step": self._last_step, "outlived": list(outlived)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the checkpoints of the run before, as far as they still exist."""
-        self.kept = {path: value for path, value in state_dict["kept"].items() if Path(path).is_dir()}
-        self.last_path, self._last_step = state_dict["last_path"], state_dict["last_step"]
-        self._outlived = list(state_dict.get("outlived", ()))
+        values = {path: value for path, value in state_dict["kept"].items() if Path(path).is_dir()}
+        self._complete = self._planned = _Kept(values, state_dict["last_path"], list(state_dict.get("outlived", ())))
+        self._last_step = state_dict["last_step"]
 
     # --- when it saves ---------------------------------------------------------------------
 
@@ -180,6 +225,7 @@ class ModelCheckpoint(Callback):
         """Settle the folder; the links must not be in anything's way."""
         if stage == "fit":
             self.dirpath = self.folder(trainer)
+            self._planned = self._complete  # without what a failed fit had not completed
             for link, needed in zip(_LINKS, (self.monitor is not None, self.save_last), strict=True):
                 if needed:
                     _check_link(self.dirpath / link)
@@ -194,7 +240,7 @@ class ModelCheckpoint(Callback):
             self._validated = False
             self._save(trainer)
         elif self.train_time_interval is not None:
-            if trainer.timed_save_agreed:
+            if trainer.timed_save_agreed and not trainer.is_last_batch:
                 self._save(trainer)
             elif time.monotonic() - self._saved_at > self.train_time_interval.total_seconds():
                 trainer.request_timed_save()
@@ -209,9 +255,9 @@ class ModelCheckpoint(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Save after epochs, and after steps that ended one."""
-        if (self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0) or self._step_is_due(
-            trainer
-        ):
+        epoch_is_due = self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        time_is_over = self.train_time_interval is not None and trainer.timed_save_agreed and trainer.is_last_batch
+        if epoch_is_due or time_is_over or self._step_is_due(trainer):
             self._save(trainer)
 
     def _step_is_due(self, trainer: Trainer) -> bool:
@@ -226,35 +272,67 @@ class ModelCheckpoint(Callback):
         self._last_step, self._saved_at = trainer.global_step, time.monotonic()
         if not top and not self.save_last:
             return
+        trainer.checkpoint_writer.make_way()  # behind it, what is planned is on the disk
         name = self.format_checkpoint_name(trainer)
         path = trainer.strategy.broadcast(self._claimed_path(trainer, name), name="checkpoint path")
-        before = dict(self.kept), self.last_path, list(self._outlived)
-        if top and value is not None:
-            self.kept[path] = value
-        former, self.last_path = self.last_path, path
-        dropped = [*self._outlived, *(self._ranked()[self.save_top_k :] if self.save_top_k >= 0 else ())]
-        for old in dropped:
-            self.kept.pop(old, None)
-        if former and self.save_last and former not in self.kept:
-            dropped.append(former)
-        # A resumed run ranks the checkpoints of another folder, but leaves them where they are.
-        dropped = [old for old in dict.fromkeys(dropped) if old != path and _beside(old, path)]
-        self._outlived = [old for old in dropped if trainer.resumes_from(old)]
-        try:
-            trainer.save_checkpoint(path, self.save_weights_only)
-        except BaseException:
-            self.kept, self.last_path, self._outlived = before
-            raise
-        if trainer.is_global_zero:
-            if self.monitor and self.kept:
-                _link(Path(path).parent / "best", self.best_model_path)
+        planned = self._planned = self._plan(path, value if top else None)
+        said = f"ModelCheckpoint: step {trainer.global_step} saved in {path}"
+        if self.monitor and value is not None:
+            said += f" ({self.monitor} {value:.6g})"
+
+        def committed() -> None:
+            if self.monitor and planned.values:
+                _link(Path(path).parent / "best", self._ranked(planned.values)[0])
             if self.save_last:
                 _link(Path(path).parent / "last", path)
-            for old in dropped:
-                trainer.remove_checkpoint(old)
-        if self.verbose:
-            score = f" ({self.monitor} {value:.6g})" if self.monitor and value is not None else ""
-            trainer.print(f"ModelCheckpoint: step {trainer.global_step} saved in {path}{score}.")
+
+        def settled() -> None:
+            self._complete = planned
+            if self.verbose:
+                trainer.print(f"{said}.")
+
+        def retire() -> None:
+            if trainer.is_global_zero:
+                trainer.remove_checkpoints(planned.outlived, [*planned.values, path], self.monitor)
+
+        trainer.start_checkpoint(
+            path,
+            self.save_weights_only,
+            committed=committed,
+            settled=settled,
+            retire=retire,
+            background=self.asynchronous,
+        )
+
+    def _plan(self, path: str, value: float | None) -> _Kept:
+        """What is kept when the checkpoint `path` is complete."""
+        values, last, outlived = self._complete
+        values = dict(values) if value is None else {**values, path: value}
+        dropped = [*outlived, *(self._ranked(values)[self.save_top_k :] if self.save_top_k >= 0 else ())]
+        for old in dropped:
+            values.pop(old, None)
+        if last and self.save_last and last not in values:
+            dropped.append(last)
+        # A resumed run ranks the checkpoints of another folder, but leaves them where they are.
+        dropped = [old for old in dict.fromkeys(dropped) if old != path and _beside(old, path) and Path(old).is_dir()]
+        return _Kept(values, path, dropped)
+
+    def save_to_resume(self, trainer: Trainer) -> str:
+        """Save what a resume needs, whatever is due, because the run ends here; return its path. All ranks call it.
+
+        It is the last checkpoint, and not one of those to be kept: the run that goes on from it leaves it, the next one
+        removes it.
+        """
+        trainer.checkpoint_writer.make_way()  # behind it, what is planned is on the disk
+        name = f"step-{trainer.global_step:08d}"
+        path = trainer.strategy.broadcast(self._claimed_path(trainer, name), name="checkpoint path")
+        values, _, outlived = self._complete
+        self._complete = self._planned = _Kept(values, path, [*outlived, path])
+        self._last_step = trainer.global_step
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero and self.save_last:
+            _link(Path(path).parent / "last", path)
+        return path
 
     def _value(self, trainer: Trainer) -> float | None:
         """What this moment's checkpoint is judged by; NaN: it is the worst; None: it is none of those to be kept."""
@@ -265,20 +343,21 @@ class ModelCheckpoint(Callback):
         return last_value(self, trainer, self.monitor, by_steps=self.every_n_train_steps is not None)
 
     def _is_among_best(self, value: float) -> bool:
-        if self.save_top_k in (0, -1) or self.monitor is None or len(self.kept) < self.save_top_k:
+        kept = self._planned.values
+        if self.save_top_k in (0, -1) or self.monitor is None or len(kept) < self.save_top_k:
             return self.save_top_k != 0
-        worst = self.kept[self._ranked()[self.save_top_k - 1]]
+        worst = kept[self._ranked(kept)[self.save_top_k - 1]]
         newer = not math.isfinite(value) and not math.isfinite(worst)
         return newer or is_better(value, worst, self.mode)
 
-    def _ranked(self) -> list[str]:
-        """Kept paths, the best first; of equals the older first, of those without a finite value the newer."""
-        paths = list(self.kept)
+    def _ranked(self, kept: Mapping[str, float]) -> list[str]:
+        """The paths, the best first; of equals the older first, of those without a finite value the newer."""
+        paths = list(kept)
         if self.monitor is None:
             return paths[::-1]
-        judged = [path for path in paths if math.isfinite(self.kept[path])]
-        unjudged = [path for path in reversed(paths) if not math.isfinite(self.kept[path])]
-        return sorted(judged, key=self.kept.__getitem__, reverse=self.mode == "max") + unjudged
+        judged = [path for path in paths if math.isfinite(kept[path])]
+        unjudged = [path for path in reversed(paths) if not math.isfinite(kept[path])]
+        return sorted(judged, key=kept.__getitem__, reverse=self.mode == "max") + unjudged
 
     def _claimed_path(self, trainer: Trainer, name: str) -> str:
         """A path that no other checkpoint has or is getting; empty on other ranks than 0."""
@@ -312,6 +391,14 @@ class ModelCheckpoint(Callback):
         return re.sub(_FIELD, fill, self.filename)
 
 
+def _check_types(arguments: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (value, expected) in arguments.items():
+        kinds = get_args(expected) or (expected,)
+        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in kinds):  # a bool is an int
+            names = " or ".join(_KINDS[kind] for kind in kinds)
+            raise TypeError(f"ModelCheckpoint({name}={value!r}): expected {names}.")
+
+
 def _check_filename(name: str) -> None:
     """Refuse names that the links have, and folders in which no checkpoint would be found again."""
     plain = re.sub(_FIELD, "0", name)
@@ -324,7 +411,8 @@ def _check_filename(name: str) -> None:
 
 
 def _beside(path: str, other: str) -> bool:
-    return Path(path).parent.resolve() == Path(other).parent.resolve()
+    mine, theirs = Path(path).parent, Path(other).parent
+    return mine == theirs or mine.resolve() == theirs.resolve()
 
 
 def _check_link(link: Path) -> None:

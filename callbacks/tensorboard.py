@@ -57,9 +57,8 @@ class TensorBoardLogger(Logger):
             if self.log_dir is None:
                 raise RuntimeError("TensorBoardLogger writes inside a run, or with save_dir=….")
             self._is_ours = self._is_ours or not _event_files(Path(self.log_dir))
-            # Steps behind the one that is resumed are hidden: none is shown twice.
-            purge = self.first_step + 1 if self.first_step else None
-            self._writer = SummaryWriter(self.log_dir, purge_step=purge)
+            # What the run before logged behind the checkpoint is hidden: no step is shown twice.
+            self._writer = SummaryWriter(self.log_dir, purge_step=self.first_rewritten_step)
             # Open until the program ends: a test after a fit goes into the same file.
             weakref.finalize(self, self._writer.close)
         return self._writer
@@ -67,16 +66,21 @@ class TensorBoardLogger(Logger):
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         """Open the file before the first step, which would have to wait for it."""
         super().on_fit_start(trainer, task)
-        if self.is_writer and self.begins_anew and not self._is_ours and self.log_dir is not None:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+        if not self.is_writer:
+            return
+        another_run = self.begins_anew and not self._is_ours
+        if self._writer is not None and (another_run or self.first_rewritten_step is not None):
+            self._writer.close()
+            self._writer = None
+        if another_run and self.log_dir is not None:
             _put_aside(Path(self.log_dir))
         self._is_ours = True
         _ = self.experiment
+        self.log_metrics(self.values_to_rewrite(), self.first_step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write each value as a scalar."""
+        self.remember(metrics, step or 0)
         writer = self.experiment
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)

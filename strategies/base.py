@@ -24,8 +24,8 @@ _NOTHING = nullcontext()
 class Pending:
     """A value that is on its way over all ranks; `wait` returns it."""
 
-    def __init__(self, value: Tensor, work: Any = None) -> None:
-        self._value, self._work = value, work
+    def __init__(self, value: Tensor, work: Any = None, name: str = "") -> None:
+        self._value, self._work, self.name = value, work, name
 
     def wait(self) -> Tensor:
         """Block until the value has arrived, and return it."""
@@ -117,7 +117,7 @@ class Strategy:
         self._computes = precision.computes
         self._scale = 0.0 if self.scaler is None else self.scaler.get_scale()
 
-    def check_step(self, *, accumulation: int, clip_limit: float | None) -> None:
+    def check_step(self, *, accumulation: int, clip_limit: float | None, skips: bool = False) -> None:
         """Refuse what can't go together with these options of the Trainer. Called at its construction."""
 
     def setup(self) -> None:
@@ -155,6 +155,10 @@ class Strategy:
         """Lines for the panel shown at the start: label to value."""
         return {}
 
+    def exposed_communication(self) -> float | None:
+        """Seconds of a step in which the backward only waits for the reduction of gradients; None: not measured."""
+        return 0.0 if self.world_size == 1 else None
+
     def say(self, text: str) -> None:
         """Tell the user something that turned up during the run, once, from rank 0."""
         if self.rank == 0:
@@ -184,6 +188,13 @@ class Strategy:
     def clip_gradients(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
         """Clip the gradients of `optimizer`'s parameters; see `clipping.clip_gradients`."""
         return clipping.clip_gradients(clipping.parameters_of(optimizer), limit, algorithm)
+
+    def gradients_are_finite(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients of `optimizer`'s parameters are without inf and NaN; the same on all ranks.
+
+        The CPU waits for the device. Asked before they are clipped, and only with `skip_nonfinite`.
+        """
+        return bool(clipping.are_finite(clipping.parameters_of(optimizer)))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters. False: the step was skipped, on all ranks alike, for its gradients are not finite."""
@@ -223,6 +234,13 @@ class Strategy:
     def gather_objects(self, value: T, *, name: str) -> list[T]:
         """Return every rank's `value` (anything that can be pickled), in the order of the ranks."""
         return [value]
+
+    def background_gather(self) -> Callable[..., list[Any]] | None:
+        """A `gather_objects` for the thread that writes checkpoints, beside what the main thread sends and receives.
+
+        All ranks call it in the main thread. None: there is none, so checkpoints are written while training waits.
+        """
+        return self.gather_objects if self.world_size == 1 else None
 
     def broadcast(self, value: T, *, source: int = 0, name: str = "broadcast") -> T:
         """Return the `value` of rank `source` (anything that can be pickled) on every rank."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 
 def clip_gradients(parameters: Iterable[Tensor], limit: float, algorithm: str) -> Tensor | None:
@@ -22,6 +22,11 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float, algorithm: str) -
     # A non-finite norm is left to be seen by the caller: raising here would need a device sync.
     norm: Tensor = clip_grad_norm_(parameters, limit, error_if_nonfinite=False)
     return norm
+
+
+def are_finite(parameters: Iterable[Tensor]) -> Tensor:
+    """Whether the norm of all gradients together is finite, as a 0-dimensional tensor on the device."""
+    return get_total_norm([each.grad for each in parameters if each.grad is not None]).isfinite()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from difflib import get_close_matches
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 CompileOrder = Literal["off", "before_ddp", "after_ddp"]
+# What the installed torch takes; what is compiled, and whether, is said elsewhere.
+_OPTIONS = tuple(
+    name for name in inspect.signature(cast("Any", torch.compile)).parameters if name not in ("model", "disable")
+)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse arguments that `torch.compile` does not take, or would pass over.
+
+    Raises:
+        ValueError: names what was probably meant.
+    """
+    for name in options:
+        if name not in _OPTIONS:
+            near = get_close_matches(name, _OPTIONS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(_OPTIONS)}."
+            raise ValueError(f"compile_options: torch.compile takes no {name!r}: {hint}")
+    backend = options.get("backend", "inductor")
+    if not callable(backend) and not isinstance(backend, str):
+        raise ValueError(f"compile_options: backend={backend!r}: expected a name, or a function.")
+    given = [name for name in ("mode", "options") if options.get(name) is not None]
+    if given and backend != "inductor":
+        raise ValueError(f"compile_options: {given[0]} is the inductor's; the backend {backend!r} takes none.")
+    if len(given) == 2:
+        raise ValueError("compile_options: a mode is a set of options: expected mode or options, not both.")
 
 
 class CountedCompile:
@@ -16,7 +43,7 @@ class CountedCompile:
 
     Args:
         module: its forward is compiled at the first call, and again for inputs that the compiled code does not fit.
-        options: arguments of `torch.compile`.
+        options: arguments of `torch.compile`, checked.
     """
 
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -56,8 +83,6 @@ def _backend(
 ) -> Callable[..., Any]:
     """What `torch.compile` would call with each graph."""
     if callable(backend):
-        if mode is not None or options is not None:
-            raise ValueError("compile_options: mode and options are the inductor's; a backend of your own takes none.")
         return backend
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # pyright: ignore

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from . import comm_hooks, sync_batchnorm
 from .base import UnevenInputs
-from .compiled import CompileOrder, CountedCompile
+from .compiled import CompileOrder, CountedCompile, check_options
 from .ddp_arguments import COMPILE_ORDERS, UNEVEN_INPUTS, DDPArguments, one_of, refuse_pairs
 from .environment import Environment
 from .fused import is_fused
@@ -122,6 +122,7 @@ class DDPStrategy(ProcessGroupStrategy):
             raise ValueError(
                 "compile_options without compile: say compile='before_ddp' or 'after_ddp', or leave them out."
             )
+        check_options(compile_options or {})
         caps = None if bucket_cap_mb_list is None else tuple(bucket_cap_mb_list)
         self.arguments = DDPArguments(
             bucket_cap_mb, caps, gradient_as_bucket_view, static_graph, find_unused_parameters, forward_sync_buffers,
@@ -197,10 +198,14 @@ class DDPStrategy(ProcessGroupStrategy):
         ))  # fmt: skip
         super().place(environment, device, precision)
 
-    def check_step(self, *, accumulation: int, clip_limit: float | None) -> None:
+    def check_step(self, *, accumulation: int, clip_limit: float | None, skips: bool = False) -> None:
         """Refuse what an update inside the backward can't wait for."""
-        on = self.optimizer_in_backward
+        on, local = self.optimizer_in_backward, self.comm_hook is not None and self.comm_hook.ranks_differ
         refuse_pairs((
+            (on and skips, "optimizer_in_backward", "skip_nonfinite",
+             "the first parameters are updated before all gradients are known"),
+            (local and skips, "comm_hook='post_local_sgd'", "skip_nonfinite",
+             "the ranks' gradients differ, and so would their decision to skip a step"),
             (on and accumulation > 1, "optimizer_in_backward", f"accumulate_grad_batches={accumulation}",
              "each backward updates the parameters"),
             (on and clip_limit is not None, "optimizer_in_backward", f"gradient_clip_val={clip_limit}",
@@ -384,6 +389,14 @@ class DDPStrategy(ProcessGroupStrategy):
             lines["uneven inputs"] = self.uneven_inputs
         return lines
 
+    def exposed_communication(self) -> float | None:
+        """As DDP measures it, in some steps: the reduction's time, less that in which the backward still computed."""
+        if self.world_size == 1 or self.model is None:
+            return super().exposed_communication()
+        data: dict[str, Any] = self.model._get_ddp_logging_data()  # pyright: ignore
+        whole, hidden = (data.get(f"avg_backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))
+        return max(0, whole - hidden) * 1e-9 if whole else None
+
     @staticmethod
     def _bucket_sizes(model: DistributedDataParallel) -> list[int]:
         """Bytes of each bucket."""
@@ -446,6 +459,14 @@ class DDPStrategy(ProcessGroupStrategy):
             if self._ready_order is not None:
                 self._ready_order.begin_backward()
             self._learns = self._ready_order is not None and not self._ready_order.is_known
+
+    def gradients_are_finite(self, optimizer: Optimizer) -> bool:
+        """Look at the gradients. Those that DDP is told to ignore may differ from rank to rank: then ranks ask each other."""
+        finite = super().gradients_are_finite(optimizer)
+        if self.model is not None and self.model.parameters_to_ignore:
+            all_finite = self.all_reduce(torch.tensor(float(finite)), "min", name="finite gradients", each_step=True)
+            return bool(all_finite)
+        return finite
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step, after a check that every gradient was reduced: DDP itself says so in the next forward, too late."""

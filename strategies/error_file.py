@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
 import traceback
 from types import TracebackType
 
+from .first_cause import PeerError, is_consequence
+
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
-# Errors that only say that another process has ended: ours, gloo's in the backward, and a loader's.
-_CONSEQUENCE = re.compile(
-    r"could not finish the collective|Connection (closed|reset) by peer|DataLoader worker .* exited unexpectedly"
-)
 _recorded: BaseException | None = None
 
 
@@ -32,8 +29,7 @@ def record_error(error: BaseException) -> None:
     if not path or error is _recorded:
         return
     _recorded = error
-    text = f"{type(error).__name__}: {error}"
-    consequence = _CONSEQUENCE.search(text) is not None
+    text, consequence = f"{type(error).__name__}: {error}", is_consequence(error)
     if consequence and os.path.exists(path):
         return
     told = {
@@ -50,8 +46,8 @@ def record_error(error: BaseException) -> None:
 def record_uncaught_errors() -> None:
     """From here on, an exception that ends this process goes into the error file, wherever it was raised.
 
-    Ctrl-C, which reaches all ranks at once, prints where this one was, and no traceback. Nothing happens in a
-    process that torch's agent did not start, nor in the workers of one that it did.
+    Ctrl-C, which reaches all ranks at once, prints where this one was, and no traceback; nor does a rank that ends because
+    of another one. Nothing happens in a process that torch's agent did not start, nor in the workers of one that it did.
     """
     if not os.environ.get(_VARIABLE) or multiprocessing.parent_process() is not None:
         return
@@ -63,6 +59,8 @@ def record_uncaught_errors() -> None:
             # The agent hands on the signal that the terminal has sent already.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             print(f"samestep: rank {os.environ.get('RANK')} was interrupted{_place(trace)}", file=sys.stderr)
+        elif isinstance(error, PeerError):
+            print(f"samestep: {error}", file=sys.stderr)
         else:
             previous(kind, error, trace)
 

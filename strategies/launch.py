@@ -9,17 +9,27 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 from .error_file import record_error
+from .first_cause import PeerError
+
+# With what a rank leaves that a signal has told to: interrupted, and preempted.
+_AFTER_SIGNAL = (130, 143)
 
 
-def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
+def relaunch(processes: int, command: Sequence[str] | None = None, *, max_restarts: int = 0) -> NoReturn:
     """Run `command` (default: the command of this process) as `processes` ranks on this host, then exit.
 
     Exits with status 0 when all ranks succeeded; with the exit code of the rank that failed first, after naming it
-    (128 + n where signal n ended it); with 130 after Ctrl-C.
+    (128 + n where signal n ended it); with 130 after Ctrl-C, with 143 after SIGTERM or SIGUSR1.
+
+    Args:
+        processes: ranks.
+        command: what each of them runs.
+        max_restarts: how often all ranks are started again after one has failed.
 
     Raises:
         RuntimeError: this process has no command that could be run again (a notebook, a prompt, stdin).
@@ -38,26 +48,31 @@ def relaunch(processes: int, command: Sequence[str] | None = None) -> NoReturn:
     try:
         # The agent leaves its folder behind, unless it is given one.
         with tempfile.TemporaryDirectory(prefix="samestep-ranks-") as logs:
-            options = ["--standalone", f"--nproc-per-node={processes}", f"--log-dir={logs}", "--no-python"]
+            options = [
+                "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={max_restarts}", f"--log-dir={logs}",
+                "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--no-python",
+            ]  # fmt: skip
             run.run(run.parse_args([*options, *command]))
     except ChildFailedError as error:
         failures = error.failures
 
-        def order(rank: int) -> tuple[bool, int]:
-            # Those that the agent ended by SIGTERM come last: it knows the time by the second only. But a rank that has
-            # told its own error may be so slow to end that it is ended.
-            ended = failures[rank].exitcode == -signal.SIGTERM and not _told(failures[rank])
-            return ended, failures[rank].timestamp
-
-        rank = min(failures, key=order)
+        # Those that only ended because another one had come last: the agent knows the time by the second only.
+        rank = min(failures, key=lambda rank: (_was_ended(failures[rank]), failures[rank].timestamp))
         failure = failures[rank]
         # One that has told its error and was ended on its way out would have ended with 1.
         code = 1 if failure.exitcode == -signal.SIGTERM and _told(failure) else failure.exitcode
-        print(f"samestep: rank {rank} failed first, with exit code {code}{_reason(failure)}", file=sys.stderr)
+        kind, _, text = _reason(failure).partition(": ")
+        if kind == PeerError.__name__:  # the rank that it names left with exit code 0
+            print(f"samestep: {text}", file=sys.stderr)
+        elif code in _AFTER_SIGNAL and kind in ("Preempted", "Interrupted"):
+            print(f"samestep: all ranks ended: {text}", file=sys.stderr)
+        else:
+            reason = f": {_reason(failure)}" if _reason(failure) else ""
+            print(f"samestep: rank {rank} failed first, with exit code {code}{reason}", file=sys.stderr)
         _leave(code if code > 0 else 128 - code)
     except SignalException as error:
         print(f"samestep: {error.sigval.name} received, all ranks are stopped", file=sys.stderr)
-        _leave(128 + error.sigval)
+        _leave(130 if error.sigval == signal.SIGINT else 143)
     _leave(0)
 
 
@@ -80,7 +95,40 @@ def _reason(failure: Any) -> str:
         message = cast("dict[str, str]", message).get("message", "")
     elif failure.exitcode > 0:
         message = ""  # advice of torch's
-    return f": {message.splitlines()[0]}" if message else ""
+    return message.splitlines()[0] if message else ""
+
+
+def _was_ended(failure: Any) -> bool:
+    """Whether the rank ended by the agent's SIGTERM, or by its own account because of another one's end."""
+    kind = _reason(failure).partition(":")[0]
+    if kind in ("Preempted", PeerError.__name__):
+        return True
+    # A rank that has told its own error may be so slow to end that it is ended.
+    return failure.exitcode == -signal.SIGTERM and not _told(failure)
+
+
+def end_with_launcher() -> None:
+    """From here on this rank ends when torch's agent, which started it, is gone: nobody else would end it.
+
+    It gets a SIGTERM, so that it may save; what is left of it after half a minute is ended for good.
+    """
+    global _watched
+    if _watched or not os.environ.get("TORCHELASTIC_RUN_ID"):
+        return
+    _watched = True
+
+    def watch(launcher: int = os.getppid()) -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        print("samestep: the process that started this rank is gone, so the rank ends.", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="samestep: launcher", daemon=True).start()
+
+
+_watched = False
 
 
 def own_command() -> list[str]:

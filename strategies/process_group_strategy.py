@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -46,7 +46,8 @@ class ProcessGroupStrategy(Strategy):
         self.collectives: Counter[str] = Counter()
         """How often each was called, by its name."""
         self._groups: process_groups.ProcessGroups | None = None
-        self._allowed = self.startup_timeout
+        self.allowed = self.startup_timeout
+        """How long collectives that begin now may take."""
 
     def place(self, environment: Environment, device: torch.device, precision: Precision) -> None:
         """Take the place; refuse a strategy that leaves each rank its own gradients."""
@@ -67,7 +68,7 @@ class ProcessGroupStrategy(Strategy):
 
     def allow(self, timeout: timedelta) -> None:
         """Let collectives that begin from here on wait so long."""
-        self._allowed = timeout
+        self.allowed = timeout
         for group in (self.groups.training, self.groups.control):
             _set_timeout(timeout, group)
 
@@ -78,11 +79,13 @@ class ProcessGroupStrategy(Strategy):
     @contextmanager
     def patience(self) -> Generator[None]:
         """Wait for a day in the collectives inside: others may be downloading. A rank that dies is seen at once."""
-        _set_timeout(timedelta(days=1), self.groups.control)
+        before, self.allowed = self.allowed, timedelta(days=1)
+        _set_timeout(self.allowed, self.groups.control)
         try:
             yield
         finally:
-            _set_timeout(self._allowed, self.groups.control)
+            self.allowed = before
+            _set_timeout(self.allowed, self.groups.control)
 
     # --- collectives -----------------------------------------------------------------------
 
@@ -122,7 +125,8 @@ class ProcessGroupStrategy(Strategy):
     def start_all_reduce_max(self, tensor: Tensor, *, name: str, each_step: bool = False) -> Pending:
         """Start the maximum on the control group, where it waits behind no gradient."""
         with self.named(name, announced=not each_step):
-            return Pending(tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self.groups.control, async_op=True))
+            work = cast("Any", dist.all_reduce(tensor, dist.ReduceOp.MAX, self.groups.control, async_op=True))
+            return Pending(tensor, work, name)
 
     def all_gather(self, tensor: Tensor, *, name: str) -> Tensor:
         """Gather over the ranks."""
@@ -137,6 +141,19 @@ class ProcessGroupStrategy(Strategy):
         with self.named(name):
             dist.all_gather_object(values, value, group=self.groups.control)
         return values
+
+    def background_gather(self) -> Callable[..., list[Any]]:
+        """Gather pickled objects on a group of its own, made at the first call: for as long as a disk may take."""
+        with self.named("group of the checkpoints"):
+            group = self.groups.for_checkpoints(self.startup_timeout)
+
+        def gather(value: Any, *, name: str) -> list[Any]:
+            values: list[Any] = [None] * self.world_size
+            with self.named(name, announced=False):
+                dist.all_gather_object(values, value, group=group)
+            return values
+
+        return gather
 
     def broadcast(self, value: T, *, source: int = 0, name: str = "broadcast") -> T:
         """Broadcast a pickled object on the control group."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import multiprocessing
 import os
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .environment import Environment
+from .first_cause import End, FirstCause, has_timed_out
+from .meeting import depart, departures_of, meet, store_of_job
 
 # Counts the groups this process has joined, so that a second fit after a teardown does not read
 # the addresses the first one left in the same store.
@@ -31,8 +35,17 @@ class ProcessGroups:
     control: dist.ProcessGroup
     store: dist.Store
     """Where ranks tell which collective they come to."""
+    departures: dist.Store
+    """Where ranks note that they have left the program."""
+    cause: FirstCause = field(init=False)
+    """What the ranks tell each other about the end of the run."""
 
+    checkpoints: dist.ProcessGroup | None = None
+    """For the thread that writes checkpoints, gloo; made when it is needed."""
+
+    _runs: itertools.count[int] = field(default_factory=itertools.count)
     _number: itertools.count[int] = field(default_factory=itertools.count)
+    _watched: itertools.count[int] = field(default_factory=itertools.count)
 
     def announce(self, name: str) -> None:
         """Come to the next collective of the main thread; the first rank that does tells its name.
@@ -59,15 +72,36 @@ class ProcessGroups:
                 "`if trainer.is_global_zero:`."
             )
 
+    def store_of_watch(self) -> dist.Store:
+        """A part of the store for the next run's watchers, with a connection of its own: the main thread may block one."""
+        store: Any = dist.PrefixStore(f"watch_{next(self._watched)}", self.store)
+        return store.clone() if hasattr(store, "clone") else store  # torch 2.11 has none
+
+    def begin_run(self) -> None:
+        """A run begins, on all ranks: what was told about the end of the one before does not count any more."""
+        store = dist.PrefixStore(f"run_{next(self._runs)}", self.store)
+        self.cause = FirstCause(store, self.departures, dist.get_rank(), dist.get_world_size())
+
+    def for_checkpoints(self, timeout: timedelta) -> dist.ProcessGroup:
+        """The group of the thread that writes checkpoints. All ranks come here together, in the main thread.
+
+        Two threads that use one gloo group get each other's values.
+        """
+        if self.checkpoints is None:
+            self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAttributeAccessIssue]
+        assert self.checkpoints is not None
+        return self.checkpoints
+
     def let_go(self) -> None:
         """Drop the groups, whoever still holds this object: a group ends its threads when nobody refers to it."""
-        del self.training, self.control
+        del self.training, self.control, self.checkpoints
 
 
 # Names of collectives that stay in the store. No rank is ever so far behind: each collective waits for all.
 _KEPT = 100
 
 _groups: ProcessGroups | None = None
+_departures: dist.Store | None = None
 _opened = False
 _abandoned = False
 
@@ -78,12 +112,13 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
     A default process group that the caller initialized is used as it is, and left alone at the end.
 
     Raises:
-        RuntimeError: MASTER_ADDR or MASTER_PORT is missing, or the peers can't be reached in
-            `timeout` (gloo waits up to five times as long for the last connection).
+        RuntimeError: MASTER_ADDR or MASTER_PORT is missing, or peers don't come in `timeout`; the message names those
+            missing. Once all are there, gloo waits up to five times as long for a connection.
     """
-    global _groups, _opened, _abandoned
+    global _groups, _departures, _opened, _abandoned
     _abandoned = False
     if _groups is not None and dist.is_initialized():
+        _groups.begin_run()
         return _groups
     if dist.is_initialized():
         if dist.get_world_size() != environment.world_size or dist.get_rank() != environment.rank:
@@ -99,9 +134,12 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
             raise RuntimeError(
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DistributedDataParallel on gloo: use INFO instead."
             )
+        job = store_of_job(environment, timeout)
+        meeting, _departures = dist.PrefixStore(f"group_{next(_joined)}", job), departures_of(job)
+        meet(meeting, _departures, environment, timeout)
         dist.init_process_group(
             backend,
-            store=_store(environment, timeout),
+            store=meeting,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,
@@ -114,7 +152,8 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
     control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAssignmentType]
     store: dist.Store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     place = f"attempt_{environment.restart}/collectives_{next(_joined)}"
-    _groups = ProcessGroups(training, control, dist.PrefixStore(place, store))
+    _groups = ProcessGroups(training, control, dist.PrefixStore(place, store), _departures or departures_of(store))
+    _groups.begin_run()
     return _groups
 
 
@@ -130,43 +169,36 @@ def leave() -> None:
     if groups is None:
         return
     if dist.is_initialized() and groups.training is dist.group.WORLD:
-        dist.destroy_process_group(None if _opened else groups.control)
+        for group in (None,) if _opened else filter(None, (groups.control, groups.checkpoints)):
+            dist.destroy_process_group(group)
     _opened = False
     if not _abandoned:
         groups.let_go()
+
+
+def tell_end(end: End) -> End:
+    """Tell the peers how this rank ends the run; return the end that was told first, by whichever rank."""
+    return end if _groups is None else _groups.cause.tell(end)
+
+
+def end_of_peers(error: BaseException) -> End | None:
+    """What lies behind an error that only says that another rank has ended or did not come; None: nobody knows."""
+    return None if _groups is None else _groups.cause.of_peers(timed_out=has_timed_out(error))
+
+
+def depart_at_exit() -> None:
+    """Let this process, if torch's agent started it as a rank, tell ranks that wait for it when its program ends."""
+    # A program that a rank starts inherits its environment, but is no rank.
+    is_rank = os.environ.get("TORCHELASTIC_RUN_ID") and multiprocessing.parent_process() is None
+    if is_rank and os.environ.setdefault("SAMESTEP_RANK_PROCESS", str(os.getpid())) == str(os.getpid()):
+        atexit.register(_depart)
+
+
+def _depart() -> None:
+    depart(_departures, Environment.read())
 
 
 def abandon() -> None:
     """Let `leave` not wait: this rank failed with a collective in flight, to which the others may never come."""
     global _abandoned
     _abandoned = True
-
-
-def _store(environment: Environment, timeout: timedelta) -> dist.Store:
-    """The store through which the ranks find each other, fresh for every restart.
-
-    torchrun re-uses one store for all its restarts: without the prefix, gloo reads the addresses
-    of processes that are dead, and fails or hangs.
-    """
-    number = next(_joined)
-    if environment.world_size == 1 and not os.environ.get("MASTER_ADDR"):
-        return dist.PrefixStore(f"group_{number}", dist.HashStore())
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise RuntimeError(
-                f"{name} is not set, but WORLD_SIZE={environment.world_size}: the ranks can't find each other. "
-                "torchrun sets it; by hand, give every process the address and a free port of rank 0's host."
-            )
-    port = os.environ["MASTER_PORT"]
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise RuntimeError(f"MASTER_PORT={port!r}: expected a port number, 1 to 65535.")
-    agent_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(port),
-        environment.world_size,
-        is_master=environment.rank == 0 and not agent_hosts_it,
-        timeout=timeout,
-        multi_tenant=True,
-    )
-    return dist.PrefixStore(f"attempt_{environment.restart}/group_{number}", store)

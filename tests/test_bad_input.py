@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -105,6 +106,17 @@ def test_one_callback_given_twice() -> None:
         (lambda: ModelCheckpoint(train_time_interval=timedelta(0)), "train_time_interval"),
         (lambda: EarlyStopping("x", mode="up"), "mode='up'"),
         (lambda: EarlyStopping("x", patience=-1), "patience=-1"),
+        (lambda: EarlyStopping("x", patience=2.5), r"patience=2\.5\): expected a whole number"),  # pyright: ignore
+        (lambda: EarlyStopping("x", patience=True), "patience=True"),
+        (lambda: EarlyStopping(""), "monitor=''"),
+        (lambda: EarlyStopping(3), "monitor=3"),  # pyright: ignore
+        (lambda: EarlyStopping("x", min_delta=-0.1), r"min_delta=-0\.1"),
+        (lambda: EarlyStopping("x", min_delta="0.1"), r"min_delta='0\.1'"),  # pyright: ignore
+        (lambda: EarlyStopping("x", min_delta=math.inf), "min_delta=inf"),
+        (lambda: EarlyStopping("x", stopping_threshold="1"), "stopping_threshold='1'"),  # pyright: ignore
+        (lambda: EarlyStopping("x", divergence_threshold=math.nan), "divergence_threshold=nan"),
+        (lambda: EarlyStopping("x", check_finite=1), "check_finite=1"),  # pyright: ignore
+        (lambda: EarlyStopping("x", check_on_train_epoch_end="no"), "check_on_train_epoch_end='no'"),  # pyright: ignore
         (lambda: LearningRateMonitor("batch"), "logging_interval='batch'"),
         (lambda: ModelSummary(-2), "max_depth=-2"),
     ],

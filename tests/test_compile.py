@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -140,6 +141,19 @@ def test_what_can_not_be_compiled_is_refused() -> None:
         DDPStrategy(compile="after")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="compile_options without compile"):
         DDPStrategy(compile_options={"mode": "default"})
+    for options, message in (
+        ({"backnd": "eager"}, "torch.compile takes no 'backnd': did you mean 'backend'?"),
+        ({"disable": True}, "torch.compile takes no 'disable'"),
+        ({"backend": 3}, "backend=3: expected a name, or a function"),
+        ({"backend": "eager", "mode": "max-autotune"}, "mode is the inductor's; the backend 'eager' takes none"),
+        ({"mode": "max-autotune", "options": {"trace.enabled": True}}, "expected mode or options, not both"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            DDPStrategy(compile="before_ddp", compile_options=options)
+    with pytest.raises(
+        TypeError, match=re.escape("let the strategy compile its step, Trainer(strategy=DDPStrategy(comp")
+    ):
+        quiet_trainer(max_epochs=1).fit(torch.compile(Regression(), backend="eager"), loader(8, 4))  # pyright: ignore
     for small in ({"bucket_cap_mb": 0.5}, {"bucket_cap_mb_list": [0.1, 0.2]}):
         with pytest.raises(ValueError, match=r"compile and buckets of 0.. MiB at most can't go together"):
             DDPStrategy(compile="before_ddp", **small)

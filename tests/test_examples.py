@@ -148,6 +148,36 @@ def test_gan_draws_digits(ranks: int, tmp_path: Path) -> None:
     assert len(list((sheet.parent / "tensorboard").glob("events.*"))) == 1
 
 
+SMALL_GPT = [
+    "trainer.precision=64-true", "layers=1", "width=16", "heads=2", "context=32", "train_pieces=192", "val_pieces=50",
+    "trainer.log_every_n_steps=1", "save_every=5",
+]  # fmt: skip
+
+
+def test_char_gpt_is_the_same_on_one_rank_and_two_and_goes_on(tmp_path: Path) -> None:
+    """In float64: bits per character, over all characters of the validation, and every letter that it writes."""
+    one = run_example("char_gpt.py", 1, *SMALL_GPT, "batch_size=8")
+    two = run_example("char_gpt.py", 2, *SMALL_GPT, "batch_size=4", "trainer.default_root_dir=two")
+    assert value_of("val/bits", one) == pytest.approx(value_of("val/bits", two), abs=1e-8)
+    written = one.partition("what it writes:")[2]
+    assert written == two.partition("what it writes:")[2]
+    assert len(written) > 20
+    assert two.count("what it writes:") == two.count("by their frequencies alone") == 1  # rank 0 only
+    assert "2 ranks × micro-batch 4 × 2 accumulated = 16 samples" in two
+    assert "0.004 at its highest (step 2)" in two
+
+    again = run_example("char_gpt.py", 2, *SMALL_GPT, "batch_size=4", "trainer.default_root_dir=two")
+    assert "resuming from two/checkpoints/step-00000010 (epoch 0, step 10)" in again
+    assert line_of("val/bits", again) == line_of("val/bits", two)
+    assert again.partition("what it writes:")[2] == written
+
+
+def test_char_gpt_learns_more_than_the_frequencies_of_characters() -> None:
+    printed = run_example("char_gpt.py", 1, "trainer.accumulate_grad_batches=1", "context=64", "train_pieces=1200")
+    frequencies = float(line_of("val/bits", printed).split("; ")[1].split()[0])
+    assert value_of("val/bits", printed) < frequencies - 0.5
+
+
 def test_resnet_learns_the_painted_shapes() -> None:
     pytest.importorskip("torchvision", reason="no torchvision for this torch", exc_type=(ImportError, RuntimeError))
     printed = run_example("resnet_imagefolder.py", 2, "model=resnet18", "trainer.max_epochs=2")

@@ -67,7 +67,7 @@ def test_what_is_saved_before_the_first_validation_is_kept_until_one_is_judged(t
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append(sorted(entry.name for entry in tmp_path.glob("c/step*")))
 
-    callback = ModelCheckpoint(tmp_path / "c", "{step}", "val/score", every_n_train_steps=1)
+    callback = ModelCheckpoint(tmp_path / "c", "{step}", "val/score", every_n_train_steps=1, asynchronous=False)
     trainer = quiet_trainer(
         max_epochs=1, num_sanity_val_steps=0, val_check_interval=3, enable_checkpointing=True, callbacks=[callback]
     )

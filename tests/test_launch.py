@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +241,7 @@ def test_an_environment_that_makes_no_sense_is_named(change: dict[str, str | Non
     ("variables", "options", "message"),
     [
         ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE=2 set, but RANK, LOCAL_RANK not"),
-        (FULL, {"devices": 3}, "devices=3, but torchrun started 2 processes"),
+        (FULL, {"devices": 3}, "devices=3, but this program runs as 2 processes on this host, started by torchrun or"),
         (FULL, {"num_nodes": 3}, "num_nodes=3, but torchrun started 2"),
         ({}, {"num_nodes": 2}, "num_nodes=2 without torchrun"),
         (FULL, {"strategy": "single_device"}, r"strategy='single_device' \(SingleDeviceStrategy\) on 4 processes"),
@@ -312,3 +315,79 @@ def test_a_strategy_object_keeps_its_arguments() -> None:
     found = quiet_trainer(strategy="ddp_find_unused_parameters_true").strategy
     assert isinstance(found, DDPStrategy)
     assert found.arguments.find_unused_parameters
+
+
+# --- meeting ---------------------------------------------------------------------------------
+
+
+def meet_alone(rank: int, more: dict[str, str]) -> Any:
+    """This process as one rank of two, of which the other never comes."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **more}
+    strategy = DDPStrategy(timeout=timedelta(seconds=2))
+    return quiet_trainer(max_epochs=1, strategy=strategy).fit(Regression(), loader(8, 4))
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.strategies.meeting._SAID_AFTER", 0.5)
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 has waited 2 s for the other ranks; missing: 1\. Their own messages"
+    ):
+        meet_alone(0, {"MASTER_PORT": str(free_port())})
+
+
+def test_a_master_that_nobody_reaches_is_named_soon(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("samestep.strategies.meeting._SAID_AFTER", 0.5)
+    port = free_port()
+    with pytest.raises(RuntimeError, match=rf"rank 1 can't reach MASTER_ADDR=127.0.0.1 MASTER_PORT={port} for 2 s"):
+        meet_alone(1, {"MASTER_PORT": str(port)})
+    assert "Connection refused. It is rank 0's host" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"MASTER_PORT={port} is taken on this host"):
+            meet_alone(0, {"MASTER_PORT": str(port)})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+# --- signals ---------------------------------------------------------------------------------
+
+SIGNALLED = """
+from samestep.callbacks import ModelCheckpoint
+from tasks import *
+
+if __name__ == "__main__":
+    keep = ModelCheckpoint(every_n_train_steps=10**9)
+    trainer = quiet_trainer(max_epochs=-1, devices=2, enable_checkpointing=True, callbacks=[keep], default_root_dir="run")
+    trainer.fit(ScalarWeight(), DataLoader(torch.ones(100_000), 1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("faults", "status", "last"),
+    [
+        ("term rank=1 step=5", 143, "samestep: all ranks ended: SIGTERM received (epoch 0, step "),
+        ("term rank=1 step=5 to=launcher", 143, "samestep: SIGTERM received, all ranks are stopped"),
+        ("kill rank=1 step=5 to=launcher", -9, ""),
+    ],
+)
+def test_a_signal_to_a_rank_or_to_the_launcher_ends_all_and_saves(
+    faults: str, status: int, last: str, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(SIGNALLED)
+    # Returns when the last of all processes has closed its end of the pipes.
+    done = run(sys.executable, "program.py", SAMESTEP_CHAOS=faults)
+    assert done.returncode == status, done.stderr
+    told = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (told["status"], told["exit_code"]) == ("preempted", 143)
+    (saved,) = [folder for folder in (tmp_path / "run" / "checkpoints").iterdir() if not folder.name.startswith(".")]
+    assert saved.name == f"step-{told['step']:08d}"
+    assert str(saved.name) in told["reason"]
+    assert last in done.stderr.splitlines()[-1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -606,6 +608,18 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, int], None], type[Exception], st
     "list": (lambda task, batch, _: task.log("a", [1.0]), TypeError, r"self\.log\('a'\): list is no number.*self\.log_dict"),
     "dict": (lambda task, batch, _: task.log("a", {"b": 1.0}), TypeError, r"self\.log\('a'\): dict is no number"),
     "complex": (lambda task, batch, _: task.log("a", 1j), TypeError, r"self\.log\('a'\): complex is no number"),
+    "complex tensor": (
+        lambda task, batch, _: task.log("a", torch.tensor(1j)), ValueError, r"self\.log\('a'\): a complex tensor, expected a real"
+    ),
+    "no batch": (changed({"batch_size": 0}, {}), ValueError, r"self\.log\('a', batch_size=0\): expected a whole number of 1 or"),
+    "less than none": (changed({}, {"batch_size": -2}), ValueError, r"batch_size=-2\): expected a whole number of 1 or more"),
+    "half a sample": (changed({"batch_size": 0.5}, {}), ValueError, r"batch_size=0\.5\): expected a whole number"),
+    "tensor as size": (changed({"batch_size": torch.tensor(2)}, {}), ValueError, r"batch_size=tensor\(2\)\): expected"),
+    "true as size": (changed({"batch_size": True}, {}), ValueError, r"batch_size=True\): expected"),
+    "name": (lambda task, batch, _: task.log(3, 1.0), TypeError, r"self\.log\(3, …\): expected the name as a string"),
+    "on_step": (changed({"on_step": 1}, {}), TypeError, r"self\.log\('a', on_step=1\): expected True or False"),
+    "prog_bar": (changed({"prog_bar": "yes"}, {}), TypeError, r"self\.log\('a', prog_bar='yes'\): expected True or False"),
+    "sync_dist": (changed({"sync_dist": None}, {}), TypeError, r"self\.log\('a', sync_dist=None\): expected True or False"),
     "changed prog_bar": (
         changed({}, {"prog_bar": True}), ValueError, r"self\.log\('a'\) was called with other arguments before in this epoch"
     ),
@@ -847,13 +861,13 @@ def test_names_are_reduced_together_and_only_at_steps_that_log() -> None:
 
 
 class Releasing(Callback):
-    """Notes, after each training batch, how many of the watched tensors are still alive."""
+    """Notes, after each step, how many of the watched tensors are still alive."""
 
     def __init__(self) -> None:
         self.watched: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
 
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_step_end(self, trainer: Any, task: Any) -> None:
         gc.collect()
         self.alive.append(sum(reference() is not None for reference in self.watched))
 
@@ -861,6 +875,13 @@ class Releasing(Callback):
 @pytest.mark.parametrize("window", [1, 2])
 def test_nothing_that_was_logged_keeps_a_graph_alive(window: int) -> None:
     releasing = Releasing()
+
+    class Watched(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            releasing.watched.append(weakref.ref(loss))
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
 
     def step(task: Logs, batch: Tensor, batch_idx: int) -> None:
         hidden = batch * 2  # held by the graph of `value`, which has no backward that would free it
@@ -871,9 +892,9 @@ def test_nothing_that_was_logged_keeps_a_graph_alive(window: int) -> None:
             task.log(reduction, value, on_step=True, on_epoch=True, reduce_fx=reduction)
         task.log("shaped", value.reshape(1, 1))
 
-    fit(Logs(step), torch.ones(8), 2, accumulate_grad_batches=window, callbacks=[releasing], log_every_n_steps=4)
-    assert len(releasing.watched) == 4
-    assert releasing.alive == [0, 0, 0, 0]
+    fit(Watched(step), torch.ones(8), 2, accumulate_grad_batches=window, callbacks=[releasing], log_every_n_steps=4)
+    assert len(releasing.watched) == 8
+    assert releasing.alive == [0] * (4 // window)
 
 
 def live_tensors() -> int:
@@ -881,14 +902,22 @@ def live_tensors() -> int:
     return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
 
 
+class Last(CatMetric):
+    """Keeps every sample, and gives the last."""
+
+    def compute(self) -> Tensor:
+        return super().compute()[-1]  # pyright: ignore
+
+
 class Counting(Callback):
-    """Counts the tensors of the process when an epoch begins."""
+    """Counts the tensors of the process when an epoch begins, in every tenth."""
 
     def __init__(self) -> None:
         self.tensors: list[int] = []
 
     def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
-        self.tensors.append(live_tensors())
+        if trainer.current_epoch % 10 == 0:
+            self.tensors.append(live_tensors())
 
 
 def tensors_of_epochs() -> list[int]:
@@ -900,16 +929,24 @@ def tensors_of_epochs() -> list[int]:
         task.log("own", batch.sum(), sync_dist=False)
 
     counting = Counting()
-    data = DataLoader(torch.ones(8), 1)
-    trainer = quiet_trainer(max_epochs=5, log_every_n_steps=1, callbacks=[counting], logger=Keeping())
-    trainer.fit(Logs(step, mean=MeanMetric()), data)
+    data = DataLoader(torch.ones(4), 1)
+
+    class Validates(Logs):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.metrics["kept"].update(batch)
+            self.log("kept", self.metrics["kept"])
+            self.log("val", batch.sum())
+
+    trainer = quiet_trainer(max_epochs=51, log_every_n_steps=1, callbacks=[counting], logger=Keeping())
+    trainer.fit(Validates(step, mean=MeanMetric(), kept=Last()), data, data)
     return counting.tensors
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_number_of_tensors_does_not_grow_from_epoch_to_epoch(ranks: int) -> None:
-    for tensors in on_ranks(tensors_of_epochs, ranks):
-        assert len(set(tensors[2:])) == 1, tensors
+    for tensors in [tensors_of_epochs()] if ranks == 1 else run_ranks(tensors_of_epochs, ranks, timeout=110):
+        assert len(tensors) == 6
+        assert len(set(tensors[1:])) == 1, tensors
 
 
 def test_arguments_may_not_change_inside_an_epoch_for_epoch_values_either() -> None:
@@ -918,3 +955,153 @@ def test_arguments_may_not_change_inside_an_epoch_for_epoch_values_either() -> N
 
     with pytest.raises(ValueError, match="called with other arguments before"):
         fit(Logs(step), torch.tensor([1.0, 3.0]), 1)
+
+
+# --- one torchmetrics object in training and in validation ---------------------------------------
+
+
+class Mixes(Logs):
+    """Updates one torchmetrics object in training, and in validation, too."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(lambda *_: None, mean=MeanMetric(), other=MeanMetric())
+        self.where = where
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.metrics["mean"].update(batch)
+        if self.where != "logged in validation":
+            self.log("train/mean", self.metrics["mean"], on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metrics["other" if self.where == "apart" else "mean"].update(batch)
+        if self.where != "logged in training":
+            self.log("val/mean", self.metrics["other" if self.where == "apart" else "mean"])
+
+
+def fit_with_validation(where: str, interval: int | None) -> dict[str, float]:
+    trainer = quiet_trainer(max_epochs=1, val_check_interval=interval)
+    trainer.fit(Mixes(where), DataLoader(torch.tensor([1.0, 3.0, 8.0]), 1), DataLoader(torch.tensor([5.0]), 1))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("interval", [2, None])
+def test_one_torchmetrics_object_in_training_and_in_the_validation_inside_it_is_refused(interval: int | None) -> None:
+    for where in ("logged in training", "logged in validation", "logged in both"):
+        with pytest.raises(ValueError, match=r"the torchmetrics object 'metrics\.mean' holds samples of the running"):
+            fit_with_validation(where, interval)
+    assert fit_with_validation("apart", interval) == {"train/mean": 4.0, "val/mean": 5.0}
+
+
+def test_a_complex_loss_is_refused() -> None:
+    class Complex(ScalarWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self.w * batch).mean() * 1j
+
+    with pytest.raises(ValueError, match=r"Complex\.training_step returned a complex loss: expected a real scalar"):
+        fit(Complex(), torch.ones(2), 1)
+
+
+# --- any sequence of calls -----------------------------------------------------------------------
+
+REDUCTIONS: dict[str, Callable[[list[tuple[float, int]]], float]] = {
+    "mean": lambda pairs: math.fsum(v * n for v, n in pairs) / sum(n for _, n in pairs),
+    "sum": lambda pairs: math.fsum(v for v, _ in pairs),
+    "min": lambda pairs: min(v for v, _ in pairs),
+    "max": lambda pairs: max(v for v, _ in pairs),
+}  # fmt: skip
+EPOCHS = 2
+
+
+class Plan:
+    """Calls of `self.log`, drawn from a seed: for each step which names, for each micro-batch and rank how often."""
+
+    def __init__(self, seed: int, ranks: int) -> None:
+        draw = random.Random(f"{seed} {ranks}")
+        self.window, self.every, self.steps = draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3)), draw.randint(1, 5)
+        self.batch = draw.randint(1, 3)
+        places = [(True, False), (False, True), (True, True)]
+        self.names = {
+            f"name {number}": (draw.choice(list(REDUCTIONS)), *draw.choice(places), draw.random() < 0.3)
+            for number in range(draw.randint(1, 5))
+        }
+        self.calls: dict[tuple[int, int], list[tuple[str, float, int | None]]] = {}
+        for step in range(EPOCHS * self.steps):
+            names = [name for name in self.names if draw.random() < 0.8]
+            for micro in range(step * self.window, (step + 1) * self.window):
+                for rank in range(ranks):
+                    calls = [name for name in names for _ in range(draw.randint(1, 2))]
+                    draw.shuffle(calls)  # each rank in an order of its own
+                    self.calls[micro, rank] = [
+                        (name, draw.uniform(-5, 5), draw.randint(1, 9) if self.names[name][3] else None)
+                        for name in calls
+                    ]
+
+    def pairs(self, name: str, micros: range, ranks: int) -> list[tuple[float, int]]:
+        """The values of a name in these micro-batches, with their weights."""
+        return [
+            (value, size or self.batch)
+            for micro in micros
+            for rank in range(ranks)
+            for called, value, size in self.calls[micro, rank]
+            if called == name
+        ]
+
+    def expected(self, ranks: int) -> list[tuple[int, str, float]]:
+        """Each point: step, name, value."""
+        points: list[tuple[int, str, float]] = []
+        waiting: dict[str, float] = {}
+        for step in range(EPOCHS * self.steps):
+            for name, (reduction, on_step, on_epoch, _) in self.names.items():
+                pairs = self.pairs(name, range(step * self.window, (step + 1) * self.window), ranks)
+                if on_step and pairs:
+                    waiting[f"{name}_step" if on_epoch else name] = REDUCTIONS[reduction](pairs)
+            if (step + 1) % self.every == 0:
+                points += [(step + 1, name, value) for name, value in waiting.items()]
+                waiting = {}
+            if (step + 1) % self.steps == 0:
+                micros = range((step + 1 - self.steps) * self.window, (step + 1) * self.window)
+                for name, (reduction, on_step, on_epoch, _) in self.names.items():
+                    pairs = self.pairs(name, micros, ranks)
+                    if on_epoch and pairs:
+                        value = REDUCTIONS[reduction](pairs)
+                        points.append((step + 1, f"{name}_epoch" if on_step else name, value))
+        return points
+
+
+def log_planned(seeds: int, ranks: int) -> list[list[tuple[int, str, float]]]:
+    outcomes: list[list[tuple[int, str, float]]] = []
+    for seed in range(seeds):
+        plan = Plan(seed, ranks)
+
+        def step(task: Logs, batch: Tensor, batch_idx: int, plan: Plan = plan) -> None:
+            micro = task.current_epoch * plan.steps * plan.window + batch_idx
+            for name, value, size in plan.calls[micro, rank()]:
+                reduction, on_step, on_epoch, _ = plan.names[name]
+                given = torch.tensor(value, dtype=torch.float64) if size else value
+                task.log(name, given, reduce_fx=reduction, on_step=on_step, on_epoch=on_epoch, batch_size=size)
+
+        data = torch.ones(ranks * plan.steps * plan.window * plan.batch)
+        logger, _ = fit(
+            Logs(step),
+            data,
+            plan.batch,
+            max_epochs=EPOCHS,
+            accumulate_grad_batches=plan.window,
+            log_every_n_steps=plan.every,
+        )
+        outcomes.append([(step, name, value) for step, line in logger.lines for name, value in line.items()])
+    return outcomes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_sequence_of_calls_is_reduced_as_by_hand(ranks: int) -> None:
+    seeds = 40
+    first = on_ranks(log_planned, ranks, seeds, ranks)[0]
+    for seed, points in enumerate(first):
+        right = sorted(Plan(seed, ranks).expected(ranks))
+        points = sorted(points)
+        assert [point[:2] for point in points] == [point[:2] for point in right], seed
+        assert [point[2] for point in points] == pytest.approx([point[2] for point in right], rel=1e-12, abs=1e-12), (
+            seed
+        )

@@ -90,11 +90,13 @@ def test_public_names() -> None:
     import samestep.trainer
 
     assert set(samestep.trainer.__all__) == {
-        "CheckpointError", "DataModule", "Task", "Trainer", "TrainerConfig", "from_command_line", "seed_everything",
+        "CheckpointError", "DataModule", "Task", "Trainer", "TrainerConfig", "from_command_line", "scaled_lr",
+        "seed_everything", "warmup_schedule",
     }  # fmt: skip
     assert set(samestep.callbacks.__all__) == {
-        "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger", "ModelCheckpoint", "ModelSummary",
-        "ProgressBar", "StepPanel", "TensorBoardLogger",
+        "BasePredictionWriter", "Callback", "EarlyStopping", "JSONLLogger", "LearningRateMonitor", "Logger",
+        "ModelCheckpoint", "ModelSummary", "PredictionWriter", "ProgressBar", "StepPanel", "TensorBoardLogger",
+        "read_predictions",
     }  # fmt: skip
     assert set(samestep.strategies.__all__) == {
         "DDPStrategy", "Environment", "Pending", "Precision", "ProcessGroupStrategy", "SingleDeviceStrategy", "Strategy",

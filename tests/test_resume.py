@@ -185,7 +185,7 @@ def test_a_checkpoint_loads_in_plain_torch_and_runs_no_code(tmp_path: Path) -> N
     import json
 
     content = json.loads(manifest.read_text())
-    content["files"] = {name: folder._fingerprint(path / name) for name in content["files"]}
+    content["files"] = {name: folder.fingerprint(path / name) for name in content["files"]}
     manifest.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"training\.pt can't be loaded without running code"):
         run(str(tmp_path / "b"), 2, str(path), {})

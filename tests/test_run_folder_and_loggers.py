@@ -46,7 +46,7 @@ def test_the_run_folder_is_decided_once_and_holds_one_event_file(ranks: int, tmp
     assert folder.name.startswith("Regression-20")
     assert [entry.name for entry in (tmp_path / "runs").iterdir()] == [folder.name]
     assert len(list((folder / "tensorboard").iterdir())) == 1
-    assert sorted(os.listdir(folder)) == ["checkpoints", "metrics.jsonl", "tensorboard"]
+    assert sorted(os.listdir(folder)) == ["checkpoints", "metrics.jsonl", "status.json", "tensorboard"]
     steps = events_in(folder / "tensorboard")
     assert steps == {"train/loss": [2, 4, 6, 8], "val/loss": [4, 8], "lr-SGD": [2, 4, 6, 8]}
 
@@ -135,7 +135,7 @@ def test_a_run_that_begins_anew_puts_the_metrics_of_the_run_before_aside(tmp_pat
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
     kept = train(str(tmp_path / "run"), 1)["kept"]
     train(str(tmp_path / "run"), 2, kept[0])
-    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "metrics.jsonl", "tensorboard"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "metrics.jsonl", "status.json", "tensorboard"]
 
 
 def test_a_validation_before_the_fit_belongs_to_it(tmp_path: Path) -> None:

@@ -158,6 +158,36 @@ def test_ranks_and_windows_train_what_one_rank_trains_on_the_whole_batch(options
     torch.testing.assert_close(first, whole, rtol=0, atol=1e-12)
 
 
+def clipped_and_scaled(limit: float | None) -> list[float]:
+    """Updates at 16-mixed, where all numbers are exact in float32; the first scale is 2**16."""
+    batches = [[[1.0, 2.0], [3.0], [8.0]], [[10.0], [4.0, 4.0], []]]
+    seen = Updates()
+    trainer = quiet_trainer(
+        max_epochs=1, precision="16-mixed", accumulate_grad_batches=2, callbacks=[seen], gradient_clip_val=limit,
+        strategy=DDPStrategy(),
+    )  # fmt: skip
+    trainer.fit(Sums().float(), Lists(batches))
+    return [before - after for before, after in zip(seen.weights, seen.weights[1:], strict=False)]
+
+
+def test_a_scaled_step_is_brought_to_its_weights_before_it_is_clipped() -> None:
+    """24 over 6 tokens, then 8 over 1: a limit of 5 touches the second only."""
+    assert run_ranks(clipped_and_scaled, 2, None) == [pytest.approx([4.0, 8.0], abs=1e-5)] * 2
+    assert run_ranks(clipped_and_scaled, 2, 5.0) == [pytest.approx([4.0, 5.0], abs=1e-5)] * 2
+
+
+def test_what_a_skipped_rest_of_an_epoch_has_weighed_is_forgotten() -> None:
+    class Skips(Sums):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 and batch_idx == 3 else None
+
+    seen = Updates()
+    trainer = quiet_trainer(max_epochs=2, precision="64-true", accumulate_grad_batches=2, callbacks=[seen])
+    trainer.fit(Skips(), Lists([[[1.0], [2.0, 3.0], [100.0, 100.0], [4.0]]]))
+    updates = [before - after for before, after in zip(seen.weights, seen.weights[1:], strict=False)]
+    assert updates == pytest.approx([2.0, 0.0, 2.0, 68.0])
+
+
 def steps_and_weights(precision: str) -> tuple[int, Tensor]:
     torch.manual_seed(0)
     task = Tokens()

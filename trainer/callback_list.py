@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -67,6 +68,10 @@ def all_callbacks(
         callbacks.append(TensorBoardLogger())
     if config.enable_checkpointing and missing(ModelCheckpoint):
         callbacks.append(ModelCheckpoint())
+    if faults := os.environ.get("SAMESTEP_CHAOS"):
+        from ..callbacks.chaos import Chaos
+
+        callbacks.append(Chaos(faults))
     return _ordered(callbacks)
 
 

@@ -29,6 +29,10 @@ class TrainerConfig:
     num_nodes: int | None = None
     """Hosts. None: as many as torchrun says. A number is checked against that."""
 
+    max_restarts: int = 0
+    """How often all ranks of `devices=N` are started again after one has failed; `ckpt_path="auto"` then goes on.
+    torchrun has an option of the same name; another number than torchrun's is refused."""
+
     strategy: str = "auto"
     """`auto` (DDP on several processes), `ddp`, `ddp_find_unused_parameters_true`, `single_device`;
     or a `Strategy` object, given to `Trainer(strategy=…)`."""
@@ -96,6 +100,9 @@ class TrainerConfig:
     enable_model_summary: bool = True
     """Show the layers and the step panel when fit starts."""
 
+    enable_signal_handlers: bool = True
+    """On SIGTERM, SIGINT or SIGUSR1 save, and end the program; all ranks at the same step. False: leave signals alone."""
+
     accumulate_grad_batches: int = 1
     """Batches in one step (the window). The gradient is their mean; a short last window is a mean of fewer."""
 
@@ -104,6 +111,10 @@ class TrainerConfig:
 
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     """`norm`: the norm over all parameters; `value`: each element."""
+
+    skip_nonfinite: int | None = None
+    """Skip steps whose gradients hold inf or NaN, on all ranks alike, up to so many in a row; then the run ends as diverged.
+    None: take them. On a GPU the CPU waits for the gradients in each step. 16-mixed skips by itself."""
 
     deterministic: bool | Literal["warn"] = False
     """Use deterministic algorithms in torch, where one is missing raise (True) or warn ("warn")."""
@@ -124,6 +135,13 @@ class TrainerConfig:
     sync_batchnorm: bool = False
     """Normalize over the batches of all ranks (see `DDPStrategy`)."""
 
+    hang_timeout: int | float | None = 10.0
+    """Seconds without progress after which it is said which ranks wait, and for whom; None: never. Preparing data,
+    compiling, the first step and writing a checkpoint may take longer: half of the strategy's timeout."""
+
+    hang_action: Literal["report", "exit"] = "report"
+    """What follows then: `report`: the run waits on; `exit`: all ranks end at once."""
+
     seed: int | None = None
     """Seed of everything: set at construction of the Trainer, equal on all ranks, so build the task after it;
     during a run each rank has its own stream derived from it. None: drawn by rank 0."""
@@ -135,15 +153,23 @@ class TrainerConfig:
         """Check every option on its own, and the pairs that exclude each other."""
         _one_of(self, "accelerator", ("auto", "cpu", "gpu", "cuda"))
         _one_of(self, "gradient_clip_algorithm", ("norm", "value"))
+        _one_of(self, "hang_action", ("report", "exit"))
         _one_of(self, "deterministic", (True, False, "warn"))
         for name in ("max_epochs", "max_steps", "num_sanity_val_steps"):
             _whole(self, name, least=-1, optional=name == "max_epochs")
         for name in ("min_epochs", "min_steps"):
             _whole(self, name, least=0, optional=True)
+        _whole(self, "max_restarts", least=0)
         for name in ("num_nodes", "check_val_every_n_epoch"):
             _whole(self, name, least=1, optional=True)
         for name in ("log_every_n_steps", "accumulate_grad_batches"):
             _whole(self, name, least=1)
+        _whole(self, "skip_nonfinite", least=1, optional=True)
+        if self.skip_nonfinite is not None and self.precision in (16, "16", "16-mixed"):
+            raise ValueError(
+                f"skip_nonfinite={self.skip_nonfinite} with precision={self.precision!r}: its scaler skips such steps already, and "
+                "finds its scale by them. Leave skip_nonfinite out."
+            )
         _whole(self, "seed", least=0, most=2**63 - 1, optional=True)
         for stage in ("train", "val", "test", "predict"):
             _batches(self, f"limit_{stage}_batches")
@@ -157,16 +183,17 @@ class TrainerConfig:
                     "a share above 0, or 1 or more batches; limit_val_batches=0 turns validation off",
                 )
         for name in (
-            "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "inference_mode",
+            "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_signal_handlers", "inference_mode",
             "detect_anomaly", "use_distributed_sampler", "sync_batchnorm",
         ):  # fmt: skip
             _one_of(self, name, (True, False))
         _one_of(self, "benchmark", (True, False, None))
         if not isinstance(self.fast_dev_run, bool):
             _whole(self, "fast_dev_run", least=0)
-        clip = self.gradient_clip_val
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):  # pyright: ignore
-            raise _wrong(self, "gradient_clip_val", "a number above 0, or None for no clipping")
+        for name, what in (("gradient_clip_val", "no clipping"), ("hang_timeout", "no watch")):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+                raise _wrong(self, name, f"a number above 0, or None for {what}")
         if self.default_root_dir is not None and not isinstance(self.default_root_dir, str):  # pyright: ignore
             raise _wrong(self, "default_root_dir", "a path")
         self.time_limit()  # refuses what it can't read

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..callbacks.callback import Callback
+from .control import ControlWord
+from .data.indices import recorded
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
 from .data.transfer import move_to_device
 from .hooks import HookTable, check_takes_all_arguments, overrides
 from .loop import with_batch_index
 from .metric_log import Logged, MetricLog
+from .metric_objects import reset_updated
+from .metric_states import updates_of
+from .predictions import Gathered, Kept
 from .task import Task
 
 if TYPE_CHECKING:
@@ -41,6 +46,10 @@ class Stage:
 VALIDATION = Stage("validation", "validation_step", "val_dataloader", "validation")
 TEST = Stage("test", "test_step", "test_dataloader", "test")
 PREDICTION = Stage("predict", "predict_step", "predict_dataloader", "prediction")
+
+
+class EvaluationEnded(BaseException):
+    """All ranks agreed to leave, in the middle of an evaluation. The fit around it does."""
 
 
 class EvaluationLoop:
@@ -74,29 +83,50 @@ class EvaluationLoop:
         *,
         most: int | None = None,
         keep: bool = False,
+        gather: bool = False,
         before_end: Callable[[], None] | None = None,
+        control: ControlWord | None = None,
     ) -> tuple[Logged, list[list[Any]]]:
         """Evaluate.
 
         Args:
             most: batches of each loader at most.
-            keep: also return what the step returned, by loader and batch.
+            keep: also return what the step returned, by loader and batch, on the CPU.
+            gather: as one rank would have, instead of this rank's.
             before_end: called when the metrics are published, before the hooks that may save a checkpoint.
+            control: asked between batches whether all ranks leave.
+
+        Raises:
+            TypeError, ValueError: what the step returned can't be gathered.
+            EvaluationEnded: all ranks leave.
         """
         trainer, task, loaders = self.trainer, self.task, self.loaders
+        several = len(loaders) > 1
+        gather = gather and trainer.world_size > 1
+        kept = [Gathered(trainer.strategy, loader) if gather else Kept() for loader in loaders] if keep else []
         lengths = [math.inf if loader.length is None else loader.length for loader in loaders]
         trainer.evaluation_batches = sum(lengths if most is None else (min(most, length) for length in lengths))
         log = MetricLog(trainer.strategy, task, evaluation=True, loaders=len(loaders))
         before, trainer.active_log = trainer.active_log, log
-        kept: list[list[Any]] = []
+        held = {} if before is None else updates_of(task)
         # On each rank BatchNorm has seen other samples: rank 0's statistics count, as in the checkpoint.
         trainer.strategy.synchronize(task)
+        shared = [] if control is None else self._shared_batches(most)
         with self._mode():
             self._call("start")
             self._call("epoch_start")
-            for index, loader in enumerate(loaders):
-                kept.append(self._run_loader(index, loader, log, most, keep, several=len(loaders) > 1))
-            log.batch = None
+            with nullcontext() if control is None else control.pace_of_its_own():
+                for index, loader in enumerate(loaders):
+                    for batch_idx, output in enumerate(self._run_loader(index, loader, log, most, several=several)):
+                        if keep:
+                            on_cpu = move_to_device(output, torch.device("cpu"))
+                            kept[index].add(on_cpu, len(trainer.batch_indices or ()), batch_idx)
+                        if control is not None and batch_idx < shared[index] and control.leaves():
+                            reset_updated(task, held)  # or the run that goes on would count these batches twice
+                            raise EvaluationEnded
+            log.batch = trainer.batch_indices = None
+            if before is not None:
+                log.check_apart(before, held)
             logged = log.reduce_epoch()
             trainer.publish(logged, log)
             if self.hooks.of(f"on_{self.stage.name}_epoch_end"):  # they may read what is there, and log more
@@ -111,32 +141,45 @@ class EvaluationLoop:
         # Out of the mode: states made under inference_mode could not be updated in training.
         log.close_epoch()
         trainer.active_log = before
-        return logged, kept
+        return logged, [each.result() for each in kept]
+
+    def _shared_batches(self, most: int | None) -> list[int]:
+        """For each loader, the batches that every rank has: only behind these can all ranks agree on something."""
+        mine = [loader.length or 0 for loader in self.loaders]
+        every = self.trainer.strategy.gather_objects(mine, name=f"lengths of the {self.stage.data} loaders")
+        return [min(lengths if most is None else (*lengths, most)) for lengths in zip(*every, strict=True)]
 
     def _run_loader(
-        self, index: int, loader: PreparedLoader, log: MetricLog, most: int | None, keep: bool, *, several: bool
-    ) -> list[Any]:
+        self, index: int, loader: PreparedLoader, log: MetricLog, most: int | None, *, several: bool
+    ) -> Generator[Any]:
+        """Run the step on each batch of a loader, and give what it returned."""
         stage, trainer, task = self.stage, self.trainer, self.task
         starts, ends = self.hooks.of(f"on_{stage.name}_batch_start"), self.hooks.of(f"on_{stage.name}_batch_end")
         where = (index,) if several else ()
-        outputs: list[Any] = []
         log.dataloader_idx, log.batch = index, None
+        loader, indices = recorded(loader) if stage is PREDICTION else (loader, None)
         loader.set_epoch(trainer.current_epoch)
         if most == 0:
-            return outputs
+            return
         for batch_idx, batch in enumerate(loader.batches()):
             if self.transfer is not None:
                 batch = self.transfer(batch, index)
             log.batch = batch
+            trainer.batch_indices = None if indices is None else indices.next_batch()
             for hook in starts:
                 hook(trainer, task, batch, batch_idx, *where)
             with trainer.strategy.autocast():
                 output = self.step(batch, batch_idx, *where)
+            if isinstance(output, (Generator, Coroutine)):
+                output.close()
+                raise TypeError(
+                    f"{type(task).__name__}.{stage.step} returned a {type(cast('Any', output)).__name__}, so none of it has "
+                    "run: expected a plain function. Leave out `yield`, `async` and `await`."
+                )
             log.count_batch()
             for hook in ends:
                 hook(trainer, task, output, batch, batch_idx, *where)
-            if keep:
-                outputs.append(move_to_device(output, torch.device("cpu")))
+            yield output
             if most is not None and batch_idx + 1 >= most:
                 break
         else:
@@ -145,7 +188,6 @@ class EvaluationLoop:
                     f"the {stage.data} loader gave {log.batches.get(index, 0)} batches, but its length is {loader.length}: the "
                     "result would be that of a part. Correct the dataset (an item that raises StopIteration?) or its __len__."
                 )
-        return outputs
 
     def _call(self, moment: str) -> None:
         for hook in self.hooks.of(f"on_{self.stage.name}_{moment}"):

@@ -5,23 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from torch import Tensor
 
 from ..callbacks.wording import counted
 from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
-from .control import STOP, ControlWord
+from .control import LEAVE, STOP, WRITTEN, ControlWord
 from .data.loaders import PreparedLoader
 from .data.source import Transfer
 from .data.windows import Window
-from .evaluation import VALIDATION, EvaluationLoop
+from .divergence import SkippedSteps
+from .evaluation import VALIDATION, EvaluationEnded, EvaluationLoop
 from .hooks import HookTable, overrides
 from .loop import TrainingLoop
 from .metric_log import MetricLog
 from .optimization import SchedulerConfig, configure_optimizers
 from .plan import make_plan
-from .randomness import derived_seed, kept_rng, seed_everything, set_rng_state
+from .randomness import derived_seed, kept_rng, rng_state, seed_everything, set_rng_state
+from .signals import name_of, preempted
 from .task import Task
 
 if TYPE_CHECKING:
@@ -49,6 +53,8 @@ class FitRun:
         self.cleanup = ExitStack()
         self.stopping = False
         """All ranks agreed to stop; followed as soon as `min_epochs` and `min_steps` allow."""
+        self.leaving = False
+        """All ranks agreed to leave after a signal; followed behind the running step."""
         self.deadline: float | None = None
         self._checkpoint = checkpoint
         self._rank_state = None if checkpoint is None else read_rank_state(checkpoint, trainer.global_rank)
@@ -80,6 +86,9 @@ class FitRun:
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True, rank_state=self._rank_state)
+            if trainer.global_step:  # else torch warns of a scheduler that moves before its optimizer has stepped
+                for optimizer in trainer.optimizers:
+                    optimizer._opt_called = True  # pyright: ignore
         compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
         self._loop = loop = TrainingLoop(self)
         trainer.training_loop = loop
@@ -90,9 +99,12 @@ class FitRun:
             )
         self._first_step = trainer.global_step
         self._first_batch = trainer.progress.batches_seen
+        if trainer.progress.epochs_scheduled < trainer.progress.epochs_done:  # saved by a hook of an epoch's end
+            self.step_epoch_schedulers()
         self._seed_ranks()
         self._call("on_fit_start")  # from here on the loggers know where they go on
         trainer.log_hyperparameters()
+        trainer.signals.control = self.control  # from here on there is somebody who asks
         if self._checkpoint is None:
             self._sanity_check()
         self._restore_loop()
@@ -102,12 +114,13 @@ class FitRun:
         self._call("on_train_start")
         if not trainer.progress.batch_idx:
             self.take_up()
-        if self._checkpoint is not None and self.control.settle() & STOP:
-            self.stopping = True  # the run before had been stopped, and saved when it was
+        if self._checkpoint is not None:  # the run before may have been stopped, and saved when it was
+            self.follow(self.control.settle())
         return loop
 
     def finish(self) -> None:
         """Announce the end, and say why it came early, or that it came to nothing."""
+        self.trainer.wait_for_checkpoint()
         self.trainer.strategy.check_same_parameters(self.task, name="parameters at the end")
         self._tell_if_nothing_was_trained()
         self._call("on_train_end")
@@ -139,8 +152,7 @@ class FitRun:
     def has_next_epoch(self) -> bool:
         """Move to the next epoch, if there is one to be trained."""
         progress, most = self.trainer.progress, self.trainer.config.max_epochs
-        if progress.epochs_done > progress.epoch:
-            progress.epoch, progress.batch_idx = progress.epochs_done, 0
+        progress.begin_next_epoch()
         return (most in (None, -1) or progress.epoch < most) and not self.is_done()
 
     def _refuse_what_excludes_manual_optimization(self) -> None:
@@ -151,6 +163,11 @@ class FitRun:
             raise ValueError(
                 "accumulate_grad_batches and gradient_clip_val work with automatic optimization only: with "
                 "automatic_optimization=False, accumulate and clip in training_step (self.clip_gradients)."
+            )
+        if config.skip_nonfinite is not None:
+            raise ValueError(
+                "skip_nonfinite with automatic_optimization=False: the task steps its optimizers by itself. Leave it out, and "
+                "look at the gradients in training_step."
             )
 
     def _refuse_overrides_that_would_be_passed_over(self) -> None:
@@ -207,10 +224,13 @@ class FitRun:
             return
         self.trainer.sanity_checking = True
         self._call("on_sanity_check_start")
-        with kept_rng():  # training draws the same random numbers with and without it
-            self.between_steps = False
-            self._evaluation.run(most=None if batches < 0 else batches)
-            self.between_steps = True
+        try:
+            with kept_rng():  # training draws the same random numbers with and without it
+                self.between_steps = False
+                self._evaluation.run(most=None if batches < 0 else batches, control=self.control)
+                self.between_steps = True
+        except EvaluationEnded:
+            self.leave()
         self._call("on_sanity_check_end")
         self.trainer.sanity_checking = False
         self.trainer.write_waiting_saves()
@@ -224,14 +244,14 @@ class FitRun:
         return [config for config in self.trainer.lr_scheduler_configs if config.interval == interval]
 
     def step_scheduler(self, config: SchedulerConfig) -> None:
-        """Step a scheduler, with the metric it monitors.
+        """Step a scheduler, with the metric it monitors, if that was reduced in this epoch.
 
         Raises:
             RuntimeError: the metric was not logged, or differs from rank to rank.
         """
         metric = None
         if config.monitor is not None and config.needs_metric:
-            metric = self.trainer.monitored(config.monitor, "ReduceLROnPlateau", required=config.strict)
+            metric = self._metric_of(config, config.monitor)
             if metric is None:
                 return
         if overrides(self.task, "lr_scheduler_step", Task):
@@ -240,6 +260,27 @@ class FitRun:
             config.scheduler.step()
         else:
             config.scheduler.step(metric)  # pyright: ignore[reportArgumentType]
+
+    def step_epoch_schedulers(self) -> None:
+        """Step the schedulers whose turn it is at the end of an epoch."""
+        progress = self.trainer.progress
+        progress.epochs_scheduled = progress.epochs_done
+        for config in self.schedulers("epoch"):
+            if progress.epochs_done % config.frequency == 0:
+                self.step_scheduler(config)
+
+    def _metric_of(self, config: SchedulerConfig, name: str) -> Tensor | None:
+        """The metric a scheduler decides by; None: there is no new one, and its step is left out.
+
+        In an epoch without validation the value of an earlier one would count twice.
+        """
+        trainer = self.trainer
+        if config.interval == "epoch":
+            if name not in trainer.callback_metrics and trainer.awaits_validation:
+                return None
+            if trainer.metric_steps.get(name, _NEVER) <= trainer.progress.steps_before_epoch:
+                return None
+        return trainer.monitored(name, type(config.scheduler).__name__, required=config.strict)
 
     def is_done(self) -> bool:
         """Whether no further step is to be taken."""
@@ -269,6 +310,19 @@ class FitRun:
         self._plan_validation(self.length)
         return self.train_loader
 
+    def follow(self, flags: int) -> None:
+        """Do what all ranks agreed on at this step.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written in the background.
+        """
+        if flags & STOP:
+            self.stopping = True
+        if flags & LEAVE:
+            self.leaving = True
+        if flags & WRITTEN:
+            self.trainer.checkpoint_writer.settle(self.control.agreed_written)
+
     def _uneven_policy(self) -> Literal["stop", "join"] | None:
         strategy = self.trainer.strategy
         unsized = strategy.gather_objects(self.train_loader.length is None, name="which loaders have a length")
@@ -296,6 +350,7 @@ class FitRun:
     def bring_together(self, source: int) -> None:
         """An epoch is over that some ranks had no data for at its end: what they missed comes from one that had."""
         trainer, strategy = self.trainer, self.trainer.strategy
+        trainer.wait_for_checkpoint()  # callbacks' state must not hold what is on its way
         strategy.synchronize(self.task)
         strategy.join(range(strategy.world_size))
         states = [callback.state_dict() for callback in trainer.callbacks]
@@ -304,12 +359,14 @@ class FitRun:
             if mine or state:
                 callback.load_state_dict(state)
 
-    def log_step(self, log: MetricLog) -> None:
+    def log_step(self, log: MetricLog, skipped: SkippedSteps | None) -> None:
         """Reduce and publish the values of a step."""
         logged = log.reduce_step()
         norm = self.trainer.gradient_norm
         if norm is not None:
             logged.for_logger["grad_norm"] = logged.for_callbacks["grad_norm"] = float(norm)
+        if skipped is not None:
+            logged.for_logger["skipped_steps"] = logged.for_callbacks["skipped_steps"] = float(skipped.total)
         self.trainer.publish(logged, log)
 
     def finish_epoch(self, log: MetricLog, *, whole: bool) -> None:
@@ -332,15 +389,31 @@ class FitRun:
         log.close_epoch()
         trainer.active_log = None
         if whole:
-            for config in self.schedulers("epoch"):
-                if progress.epochs_done % config.frequency == 0:
-                    self.step_scheduler(config)
+            self.step_epoch_schedulers()
         self.between_steps = True
         for hook in self.hooks.monitor_train_epoch_end:
             hook(trainer, self.task)
         trainer.write_waiting_saves()
-        if self.control.settle() & STOP:
-            self.stopping = True
+        self.follow(self.control.settle())
+        if self.leaving:
+            self.leave()
+
+    # --- after a signal --------------------------------------------------------------------
+
+    def leave(self) -> NoReturn:
+        """Save so that the run can go on from here, whatever is due, and end it. All ranks come here at the same step."""
+        trainer = self.trainer
+        self.between_steps = True
+        keeper = trainer.checkpoint_callback
+        name = name_of(self.control.signal)
+        where = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
+        if keeper is None:
+            saved = "nothing is saved, since there is no ModelCheckpoint"
+        else:
+            saved = f'saved in {keeper.save_to_resume(trainer)}; ckpt_path="auto" goes on from there'
+        text = f"{name} received ({where}): {saved}"
+        trainer.print(f"samestep: {text}", flush=True)
+        raise preempted(self.control.signal, text, agreed=True)
 
     # --- validation ------------------------------------------------------------------------
 
@@ -370,14 +443,17 @@ class FitRun:
         config, progress, interval = self.trainer.config, self.trainer.progress, self._validation_interval
         every = config.check_val_every_n_epoch
         self.next_validation = _NEVER
+        if every is not None and not progress.batch_idx:
+            progress.batches_since_validation = 0  # each epoch is counted by itself
         if self._evaluation is None or (every is not None and (progress.epoch + 1) % every):
             return
         if interval is None:
             self.next_validation = _NEVER if length is None else length
-        elif every is None:
-            self.next_validation = progress.batch_idx + max(1, interval - progress.batches_since_validation)
-        else:
-            self.next_validation = (progress.batch_idx // interval + 1) * interval
+            return
+        # From where the last one was due, not from here: one that a run was saved in front of is still due.
+        last = progress.batch_idx - progress.batches_since_validation
+        due = last + interval if every is None else (last // interval + 1) * interval
+        self.next_validation = due if progress.batch_idx else max(1, due)
 
     def _validation_due_at_end(self) -> bool:
         if self._evaluation is None:
@@ -391,22 +467,35 @@ class FitRun:
         """Validate, step what steps with validations, and come back to training."""
         trainer = self.trainer
         assert self._evaluation is not None
+        if self.leaving:
+            self._leave_before_validation()
+        random_numbers = rng_state()
         trainer.training, trainer.validating = False, True
         before, self.between_steps = self.between_steps, False
         if overrides(self.task, "on_validation_model_zero_grad", Task):
             self.task.on_validation_model_zero_grad()
-        self._evaluation.run(before_end=self._count_validation)
+        try:
+            self._evaluation.run(before_end=self._count_validation, control=self.control)
+        except EvaluationEnded:
+            set_rng_state(random_numbers)
+            self._leave_before_validation()
         trainer.training, trainer.validating = True, False
         trainer.active_log = log
         self.between_steps = before
 
+    def _leave_before_validation(self) -> NoReturn:
+        """Leave as if the validation that is due had not begun: the run that goes on from here begins with it."""
+        self.trainer.progress.epochs_done = self.trainer.progress.epoch
+        self.leave()
+
     def _count_validation(self) -> None:
         """What a checkpoint that is saved at the validation's end must hold."""
         progress = self.trainer.progress
-        progress.batches_since_validation = 0
+        # What an accumulation window delayed is not owed again: the next one is due where it would have been.
+        if isinstance(self._validation_interval, int):
+            progress.batches_since_validation %= self._validation_interval
         progress.validations += 1
-        if self._validation_interval is not None:
-            self.next_validation += self._validation_interval
+        self._plan_validation(self.length)
         for config in self.schedulers("validation"):
             if progress.validations % config.frequency == 0:
                 self.step_scheduler(config)

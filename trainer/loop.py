@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..strategies.base import Strategy
 from ..strategies.clipping import parameters_of
-from .control import STOP
 from .data.uneven import uneven_windows
 from .data.windows import Window, windows
+from .divergence import SkippedSteps
 from .hooks import overrides
 from .metric_log import MetricLog
 from .metric_objects import load_metric_states, metric_states
@@ -73,6 +73,7 @@ class TrainingLoop:
         self.clip_limit, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.log_interval, self.window = config.log_every_n_steps, config.accumulate_grad_batches
         self.step_schedulers = run.schedulers("step")
+        self.skipped = None if config.skip_nonfinite is None else SkippedSteps(self.strategy, config.skip_nonfinite)
         self.backward: Callable[[Tensor], None] = self.strategy.backward
         if overrides(self.task, "backward", Task):
             self.backward = self.task.backward
@@ -184,6 +185,8 @@ class TrainingLoop:
             self.strategy.unscale_gradients(optimizer)
         for hook in self.hooks.on_before_optimizer_step:
             hook(self.trainer, self.task, optimizer)
+        if self.skipped is not None and self.skipped.must_skip(optimizer, self.progress.global_step):
+            return
         if self.clips_itself:
             self.task.configure_gradient_clipping(optimizer, self.clip_limit, self.clip_algorithm)
         elif self.clip_limit is not None:
@@ -267,23 +270,29 @@ class TrainingLoop:
         self.wrap()
         self.strategy.check_same_parameters(self.task)
         run.take_up()
+        if run.next_validation <= progress.batch_idx != length:  # a signal ended the run before in it
+            run.validate(log)
+            for hook in self.hooks.on_train_step_end:
+                hook(trainer, self.task)
         for window in run.on_device(self.windows(batches)):
             before = progress.global_step
             log.begin_step()
             self.train_window(window)
             log.end_step()
             if progress.global_step != before and progress.global_step % self.log_interval == 0:
-                run.log_step(log)
+                run.log_step(log, self.skipped)
             if run.deadline is not None and time.monotonic() > run.deadline:
                 trainer.stop("max_time is over")
-            if control.poll() & STOP:
-                run.stopping = True
+            if flags := control.poll():
+                run.follow(flags)
             if run.next_validation <= progress.batch_idx != length:  # at an epoch's last batch, its end does it
                 run.validate(log)
             for hook in self.hooks.on_train_step_end:
                 hook(trainer, self.task)
             if trainer.waiting_saves:
                 trainer.write_waiting_saves()
+            if run.leaving and progress.batch_idx != length:
+                run.leave()
             if self.skip_epoch or run.is_done():
                 break
         else:
@@ -367,6 +376,8 @@ class TrainingLoop:
                 "for this one. Use trainer.stop(reason), which all ranks follow, or limit_train_batches."
             )
         self.skip_epoch = True
+        self.weights.forget()  # the gradients of a window that is left are dropped, too
+        self._weight_seen = None
 
 
 def zero_grad(optimizer: torch.optim.Optimizer) -> None:
@@ -397,6 +408,10 @@ def loss_of(output: Any, task: Task) -> Tensor:
         raise ValueError(
             f"the loss that {type(task).__name__}.training_step returned needs no gradient, so there is nothing to "
             "train: it was detached, computed under no_grad, or no parameter with requires_grad went into it."
+        )
+    if loss.is_complex():
+        raise ValueError(
+            f"{type(task).__name__}.training_step returned a complex loss: expected a real scalar, such as its .abs() or .real."
         )
     if loss.dim():
         raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ..strategies.base import Strategy
 from .data.transfer import batch_size_of
 from .metric_reduction import LAST_STEP, METRIC, Name, Row, agree_on_names, reduce_rows
+from .metric_states import is_torchmetric, states_of_all_ranks
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _FUNCTIONS: dict[Any, str] = {
@@ -43,7 +43,8 @@ class Entry:
         # Reduced over the ranks, and so the same on all: what may be monitored.
         self.shared = shared
         self.loader = -1
-        self.step_values: list[tuple[Tensor | float, int]] = []
+        # With their weights. None: a single value, of which nobody needs it.
+        self.step_values: list[tuple[Tensor | float, int | None]] = []
         self.step = -1
         # The epoch's sum; None: nothing was logged since it was last read. Of a torchmetrics object 0, which keeps its own.
         self.total: Tensor | float | None = None
@@ -120,6 +121,11 @@ class MetricLog:
 
     def record(self, name: str, value: Any, flags: Flags, batch_size: int | None) -> None:
         """Take a value; see `Task.log`."""
+        if batch_size is not None and (batch_size.__class__ is not int or batch_size < 1):
+            raise ValueError(
+                f"self.log({name!r}, batch_size={batch_size!r}): expected a whole number of 1 or more, the samples that the "
+                "value is a mean of; leave the call out for a batch without any."
+            )
         if self._loaders > 1 and flags[6] and self.batch is not None:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         entry = self._entries.get(name)
@@ -142,14 +148,18 @@ class MetricLog:
             value = _scalar(name, value)
         if value.__class__ is Tensor:
             value = value.detach().clone()  # no graph is kept alive, and it may be changed in place before it is read
-            if value.dim():
+            if value.dim() or value.is_complex():
                 value = _scalar(name, value)
         if entry.on_step:
             if entry.step != self.step:
                 entry.step = self.step
                 entry.step_values.clear()
-            size = (self.batch_size if batch_size is None else batch_size) if self._weighted_steps else 1
-            entry.step_values.append((value, size))
+            values, size = entry.step_values, batch_size
+            if self._weighted_steps or values:
+                size = size or self.batch_size
+                if values and values[0][1] is None:
+                    values[0] = values[0][0], self.batch_size  # of the same batch
+            values.append((value, size))
         if entry.on_epoch and entry.metric is None:
             if entry.reduction == "mean" and batch_size is None:
                 # Values logged between batches, by an epoch's hooks, count once.
@@ -163,7 +173,26 @@ class MetricLog:
             self._size, self._sized_batch = batch_size_of(self.batch), self.batch
         return self._size
 
+    def check_apart(self, training: MetricLog, held: Mapping[int, int]) -> None:
+        """Refuse torchmetrics objects that got samples of this evaluation into those of the running training epoch.
+
+        Args:
+            training: what is logged in the epoch around this evaluation.
+            held: how often each object was updated that held samples before it, as `metric_states.updates_of` says.
+
+        Raises:
+            ValueError: names one that is logged in either.
+        """
+        for entry in (*self._entries.values(), *training._entries.values()):
+            if id(entry.metric) in held and entry.metric.update_count != held[id(entry.metric)]:
+                path = _attribute_path(_paths_in(self._task), entry.name, entry.metric)
+                raise ValueError(
+                    f"self.log({entry.name!r}): the torchmetrics object {path!r} holds samples of the running training epoch, "
+                    "and was updated in validation, too: its value would be that of both. Build one for each."
+                )
+
     def _new_entry(self, name: str, value: Any, flags: Flags) -> Entry:
+        _check_types(name, flags)
         _, _, on_step, on_epoch, reduce_fx, sync_dist, _, rank_zero_only = flags
         on_step = self.in_step if on_step is None else on_step
         on_epoch = not self.in_step if on_epoch is None else on_epoch
@@ -180,8 +209,7 @@ class MetricLog:
                 f"self.log({name!r}, reduce_fx={reduce_fx!r}): expected one of {', '.join(REDUCTIONS)}. For anything else "
                 "log a torchmetrics.Metric, which brings its own reduction."
             )
-        # A torchmetrics object can only come from a program that imported torchmetrics; we need not.
-        metric = value if _is_torchmetric(value) else None
+        metric = value if is_torchmetric(value) else None
         shared = self._strategy.world_size == 1 or (sync_dist and not rank_zero_only)
         if metric is not None and shared:
             shared = self._strategy.world_size == 1 or metric.sync_on_compute
@@ -223,12 +251,13 @@ class MetricLog:
     def state_dict(self) -> dict[str, Any]:
         """What this rank has logged and nobody has read yet, in plain types."""
         entries: list[dict[str, Any]] = []
+        paths = _paths_in(self._task)
         for entry in self._entries.values():
             kept = {name: getattr(entry, name) for name in _KEPT}
             kept["flags"] = list(_plain(entry.flags))
             kept["total"] = _copied(entry.total)
             kept["step_values"] = [[_copied(value), size] for value, size in entry.step_values]
-            kept["metric"] = None if entry.metric is None else _attribute_path(self._task, entry.name, entry.metric)
+            kept["metric"] = None if entry.metric is None else _attribute_path(paths, entry.name, entry.metric)
             entries.append(kept)
         steps = [self.step, self._reduced_step, self._epoch_step]
         return {"entries": entries, "steps": steps, "batches": dict(self.batches)}
@@ -308,8 +337,9 @@ class MetricLog:
         for name, row in shared.items():
             of_step = when == "epoch" and entries[name].total is None
             names.append(Name(name, row.reduction, LAST_STEP if of_step else entries[name].loader))
+        paths = _paths_in(self._task) if metrics else {}
         for name, metric in metrics.items():
-            path = _attribute_path(self._task, name, metric)
+            path = _attribute_path(paths, name, metric)
             names.append(Name(name, METRIC + path, entries[name].loader, metric.update_called))
         names.sort(key=lambda name: name.name)
         flags = {name.name: entries[name.name].flags for name in names}
@@ -322,13 +352,14 @@ class MetricLog:
                 entry = entries[name] = Entry(name, theirs, False, True, "mean", True, None)
                 entry.suffixed = bool(theirs[2])
         values |= reduce_rows(agreed)
-        for name in agreed.names:
-            if name.metric_path is not None:
-                metric = self._task.get_submodule(name.metric_path)
-                self._computed.append(metric)
-                if agreed.flags:
-                    _share_state_types(self._strategy, metric)
-                values[name.name] = _compute(name.name, metric)
+        objects = {
+            name.name: self._task.get_submodule(name.metric_path)
+            for name in agreed.names
+            if name.metric_path is not None
+        }
+        with states_of_all_ranks(self._strategy, list(objects.values())):
+            values |= {name: _compute(name, metric) for name, metric in objects.items()}
+        self._computed += objects.values()
         return self._sorted(values, when)
 
     def _sorted(self, values: Mapping[str, float], when: str) -> Logged:
@@ -384,7 +415,7 @@ def _step_value(entry: Entry) -> float:
 
 
 def _step_row(entry: Entry) -> Row:
-    values = [(torch.as_tensor(value, dtype=torch.float64), size) for value, size in entry.step_values]
+    values = [(torch.as_tensor(value, dtype=torch.float64), size or 1) for value, size in entry.step_values]
     if entry.reduction == "mean":
         total = sum((value * size for value, size in values), torch.zeros((), device=values[0][0].device))
         return Row("mean", total, float(sum(size for _, size in values)))
@@ -393,15 +424,32 @@ def _step_row(entry: Entry) -> Row:
     return Row(entry.reduction, reduce(numbers), 0.0)
 
 
-def _is_torchmetric(value: Any) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+def _check_types(name: Any, flags: Flags) -> None:
+    """Refuse a name that is no text, and switches that are neither on nor off.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"self.log({name!r}, …): expected the name as a string, received {type(name).__name__}.")
+    prog_bar, logger, on_step, on_epoch, _, sync_dist, add_dataloader_idx, rank_zero_only = flags
+    switches = {
+        "prog_bar": prog_bar, "sync_dist": sync_dist, "add_dataloader_idx": add_dataloader_idx,
+        "rank_zero_only": rank_zero_only,
+    }  # fmt: skip
+    optional = {"logger": logger, "on_step": on_step, "on_epoch": on_epoch}
+    switches |= {argument: value for argument, value in optional.items() if value is not None}
+    for argument, value in switches.items():
+        if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"self.log({name!r}, {argument}={value!r}): expected True or False.")
 
 
 def _scalar(name: str, value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
             return value.detach().reshape(())
+        if value.is_complex():
+            raise ValueError(f"self.log({name!r}): a complex tensor, expected a real scalar, such as its .abs().")
         raise ValueError(
             f"self.log({name!r}): a tensor of shape {list(value.shape)}, expected a scalar. Reduce it first."
         )
@@ -426,14 +474,19 @@ def _batch_value(name: str, metric: Any) -> Any:
     return value
 
 
-def _attribute_path(task: nn.Module, name: str, metric: Any) -> str:
-    for path, module in cast("Iterable[tuple[str, nn.Module]]", task.named_modules()):
-        if module is metric:
-            return path
-    raise ValueError(
-        f"self.log({name!r}): the metric is no attribute of the task, so it can't be reset, moved to the device or "
-        "saved. Set it in __init__: self.accuracy = Accuracy(…)."
-    )
+def _paths_in(task: nn.Module) -> dict[int, str]:
+    """Where each module is in the task, by its `id`: the hash of a metric, which is slow, changes with its states."""
+    return {id(module): path for path, module in cast("Iterable[tuple[str, nn.Module]]", task.named_modules())}
+
+
+def _attribute_path(paths: Mapping[int, str], name: str, metric: Any) -> str:
+    path = paths.get(id(metric))
+    if path is None:
+        raise ValueError(
+            f"self.log({name!r}): the metric is no attribute of the task, so it can't be reset, moved to the device or "
+            "saved. Set it in __init__: self.accuracy = Accuracy(…)."
+        )
+    return path
 
 
 def _compute(name: str, metric: Any) -> float:
@@ -442,19 +495,3 @@ def _compute(name: str, metric: Any) -> float:
             warnings.filterwarnings("ignore", message="The ``compute`` method")
         value = metric.compute()
     return float(_scalar(name, value))
-
-
-def _share_state_types(strategy: Strategy, metric: Any) -> None:
-    """Give the empty list states of a metric that was never updated the type and shape that they have elsewhere.
-
-    torchmetrics sends an empty float32 for them, which does not fit the integers of the other ranks.
-    """
-    mine: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name in metric._defaults:
-        state = getattr(metric, name)
-        if isinstance(state, list) and state:
-            mine[name] = (cast("Tensor", state[0]).dtype, tuple(cast("Tensor", state[0]).shape[1:]))
-    for theirs in strategy.gather_objects(mine, name="state types"):
-        for name, (dtype, shape) in theirs.items():
-            if not getattr(metric, name):
-                setattr(metric, name, [torch.empty((0, *shape), dtype=dtype, device=strategy.device)])

@@ -42,6 +42,14 @@ def load_metric_states(task: nn.Module, states: Mapping[str, Any]) -> None:
         metric._update_count = state["updates"]
 
 
+def reset_updated(task: nn.Module, held: Mapping[int, int]) -> None:
+    """Reset the objects that have counted more than `held`, their numbers of updates by `id`."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    for _, metric in _metrics(task, torchmetrics) if torchmetrics is not None else ():
+        if metric.update_count != held.get(id(metric), 0):
+            metric.reset()
+
+
 def _metrics(task: nn.Module, torchmetrics: Any) -> Iterator[tuple[str, Any]]:
     named = cast("Iterator[tuple[str, nn.Module]]", task.named_modules())
     return ((path, module) for path, module in named if isinstance(module, torchmetrics.Metric))

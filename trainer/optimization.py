@@ -31,7 +31,7 @@ class SchedulerConfig:
     """Step at every n-th such moment."""
 
     monitor: str | None = None
-    """The logged metric that a `ReduceLROnPlateau` is given."""
+    """The logged metric that a `ReduceLROnPlateau` is given, reduced over the ranks, when there is a new value."""
 
     strict: bool = True
     """Raise where the monitored metric is not there; False: leave the learning rate as it is."""
@@ -39,10 +39,13 @@ class SchedulerConfig:
     name: str | None = None
     """Its name in `LearningRateMonitor`."""
 
+    reduce_on_plateau: bool = False
+    """Give its step the monitored metric, as that of a `ReduceLROnPlateau`: for a class of one's own."""
+
     @property
     def needs_metric(self) -> bool:
         """Whether its step takes a metric. (A plateau scheduler is an `LRScheduler`, too.)"""
-        return isinstance(self.scheduler, ReduceLROnPlateau)
+        return self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 def configure_optimizers(task: Task) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -118,7 +121,6 @@ def _scheduler_config(given: Any, optimizers: list[Optimizer]) -> SchedulerConfi
     keys = tuple(field.name for field in fields(SchedulerConfig))
     if isinstance(given, Mapping):
         options = dict(cast("Mapping[str, Any]", given))
-        options.pop("reduce_on_plateau", None)  # Lightning's flag; the scheduler's type says it
         for key in options:
             if key not in keys:
                 raise ValueError(f"configure_optimizers: a scheduler has no key {key!r}{_nearest(key, keys)}.")
@@ -127,7 +129,7 @@ def _scheduler_config(given: Any, optimizers: list[Optimizer]) -> SchedulerConfi
         config = SchedulerConfig(**options)
     else:
         config = SchedulerConfig(given)
-    if not (hasattr(config.scheduler, "step") and hasattr(config.scheduler, "state_dict")):
+    if not all(hasattr(config.scheduler, method) for method in ("step", "state_dict", "load_state_dict")):
         raise TypeError(
             f"configure_optimizers: the scheduler is {_kind(config.scheduler)}, expected one of "
             "torch.optim.lr_scheduler, or an object with step, state_dict and load_state_dict."
@@ -139,13 +141,13 @@ def _scheduler_config(given: Any, optimizers: list[Optimizer]) -> SchedulerConfi
         raise ValueError(f"configure_optimizers: frequency={frequency!r}, expected a whole number of 1 or more.")
     if config.needs_metric and config.monitor is None:
         raise ValueError(
-            "configure_optimizers: ReduceLROnPlateau needs the metric it watches: "
+            f"configure_optimizers: {type(config.scheduler).__name__} needs the metric it watches: "
             '{"scheduler": …, "monitor": "val/loss"}.'
         )
     if config.needs_metric and config.interval == "step":
         raise ValueError(
-            "configure_optimizers: ReduceLROnPlateau with interval='step' is refused: a metric reduced over the "
-            "ranks comes with an epoch or a validation. Use interval='epoch' or 'validation'."
+            f"configure_optimizers: {type(config.scheduler).__name__} with interval='step' is refused: a metric reduced "
+            "over the ranks comes with an epoch or a validation. Use interval='epoch' or 'validation'."
         )
     attached = getattr(config.scheduler, "optimizer", None)
     if attached is not None and all(attached is not optimizer for optimizer in optimizers):
@@ -168,14 +170,13 @@ def _check_automatic(task: Task, optimizers: list[Optimizer], configs: list[Sche
             "optimizer.step(closure) in training_step."
         )
     for config in configs:
-        custom = not isinstance(cast("object", config.scheduler), LRScheduler)
         step = inspect.signature(config.scheduler.step)
-        needs = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-                    for p in step.parameters.values())  # fmt: skip
-        if custom and needs and not overrides(task, "lr_scheduler_step", Task):
+        required = [p for p in step.parameters.values()
+                    if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]  # fmt: skip
+        if len(required) > config.needs_metric and not overrides(task, "lr_scheduler_step", Task):
             raise TypeError(
-                f"{type(config.scheduler).__name__}.step{step} takes arguments the trainer does not know: "
-                "override lr_scheduler_step in the task."
+                f"{type(config.scheduler).__name__}.step{step} takes arguments the trainer does not know: override "
+                "lr_scheduler_step in the task; or, where it takes the monitored metric, say reduce_on_plateau=True."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -39,16 +40,26 @@ def place(config: TrainerConfig, environment: Environment) -> Placement:
                 f"--nnodes={config.num_nodes} --nproc-per-node=N --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT program.py`."
             )
         processes = 1 if wanted is None else wanted
+        if config.max_restarts and processes == 1:
+            raise ValueError(
+                f"max_restarts={config.max_restarts} on one process, which nobody starts again: expected devices=N, or torchrun "
+                "--max-restarts=N."
+            )
         return Placement(_device(kind, indices, 0), processes, processes > 1)
     if config.num_nodes not in (None, environment.num_nodes):
         raise ValueError(f"num_nodes={config.num_nodes}, but torchrun started {environment.num_nodes}: leave it out.")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if config.max_restarts and str(config.max_restarts) != restarts:
+        raise ValueError(
+            f"max_restarts={config.max_restarts}, but torchrun was started with --max-restarts={restarts}: leave it out."
+        )
     started = environment.local_world_size
     if config.devices == "auto" and indices is not None and started <= len(indices):
         indices = indices[:started]
     elif wanted is not None and config.devices not in ("auto", -1, "-1") and wanted != started:
         raise ValueError(
-            f"devices={config.devices!r}, but torchrun started {started} processes on this host: expected the same, or "
-            "devices='auto'."
+            f"devices={config.devices!r}, but this program runs as {started} processes on this host, started by torchrun or "
+            f"for an earlier Trainer(devices={started}): expected the same number in all of it, or devices='auto'."
         )
     if indices is not None and started > len(indices):
         raise ValueError(

@@ -18,15 +18,19 @@ from torch.nn.parameter import is_lazy
 
 from ..strategies import process_groups
 from ..strategies.error_file import record_error
-from ..strategies.launch import refuse_import_of_main, relaunch
+from ..strategies.launch import end_with_launcher, refuse_import_of_main, relaunch
+from ..strategies.process_group_strategy import ProcessGroupStrategy
 from .agreement import compare, options_of
 from .callback_list import with_callbacks_of
 from .checkpoint.weights import own_buffers
 from .data_module import DataModule
+from .hangs import HangWatch
 from .hooks import HookTable, check_hooks, overrides
 from .hyperparameters import check_hyperparameters
 from .run_folder import make_run_folder, name_of_run
 from .settings import torch_settings
+from .signals import SignalHandlers
+from .status import end_with, write_status
 from .task import Task
 
 if TYPE_CHECKING:
@@ -38,7 +42,9 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
     """The frame of one fit, validate, test or predict: task and data are set up and on their device inside."""
     refuse_import_of_main(stage)
     if trainer.processes_to_launch:
-        relaunch(trainer.processes_to_launch)  # never returns: the ranks run this program from its start
+        relaunch(
+            trainer.processes_to_launch, max_restarts=trainer.config.max_restarts
+        )  # never returns: the ranks run this program from its start
     for busy in (trainer, task.attached_trainer):
         if busy is not None and busy.running:
             raise RuntimeError(
@@ -57,11 +63,17 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
         trainer.running = stage
         cleanup.callback(setattr, trainer, "running", "")
         cleanup.enter_context(torch_settings(trainer.config))
+        trainer.signals = SignalHandlers(enabled=trainer.config.enable_signal_handlers, rank=trainer.global_rank)
+        cleanup.enter_context(trainer.signals)
         failure: BaseException | None = None
         prepared = False
         try:
+            end_with_launcher()
             trainer.strategy.setup()
             _agree(trainer)
+            _watch(trainer, cleanup)
+            if stage == "fit" and trainer.is_global_zero:
+                write_status(trainer, "running")
             _prepare_data(trainer)
             prepared = True
             if datamodule is not None:
@@ -78,12 +90,16 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
             own_buffers(task)
             yield HookTable(trainer.callbacks, task)
         except BaseException as error:
-            failure = error
-            _report(trainer, error)
-            raise
+            failure = end_with(trainer, error)
+            _report(trainer, failure)
+            if failure is error:
+                raise
+            raise failure from None  # what this rank saw is noise beside what it came from
         finally:
             if prepared:
                 _teardown(trainer, stage, failure)
+        if stage == "fit" and trainer.is_global_zero:
+            write_status(trainer, "completed", reason=trainer.stop_reason, exit_code=0)
 
 
 def check_initialized(task: Task) -> None:
@@ -115,6 +131,18 @@ def _agree(trainer: Trainer) -> None:
         trainer.run_folder = Path(trainer.strategy.broadcast(os.fspath(folder), name="run folder"))
 
 
+def _watch(trainer: Trainer, cleanup: ExitStack) -> None:
+    """Let a thread watch this rank, where others may come to wait for it."""
+    strategy, limit = trainer.strategy, trainer.config.hang_timeout
+    trainer.hang_watch = None
+    if limit is None or trainer.world_size == 1 or not isinstance(strategy, ProcessGroupStrategy):
+        return
+    exits = trainer.config.hang_action == "exit"
+    trainer.hang_watch = HangWatch(trainer, strategy, strategy.groups.store_of_watch(), limit, exits=exits)
+    trainer.hang_watch.start()
+    cleanup.callback(trainer.hang_watch.stop)
+
+
 def _prepare_data(trainer: Trainer) -> None:
     """Let the first rank of each host prepare the data, while the others wait."""
     holders: list[tuple[Task | DataModule, type]] = [(trainer.task, Task)]
@@ -142,9 +170,8 @@ def _teardown(trainer: Trainer, stage: str, failure: BaseException | None) -> No
     """Let go of everything, also of what comes behind one that fails. The first failure of the run is raised."""
     trainer.training = trainer.validating = trainer.testing = trainer.predicting = trainer.sanity_checking = False
     trainer.fitting, trainer.active_log = False, None
-    parts: list[Callable[[], Any]] = [
-        partial(each.teardown, trainer, trainer.task, stage) for each in trainer.callbacks
-    ]
+    parts: list[Callable[[], Any]] = [partial(trainer.checkpoint_writer.close, failed=failure is not None)]
+    parts += [partial(each.teardown, trainer, trainer.task, stage) for each in trainer.callbacks]
     parts.append(partial(trainer.task.teardown, stage))
     if trainer.datamodule is not None:
         parts.append(partial(trainer.datamodule.teardown, stage))
@@ -155,8 +182,8 @@ def _teardown(trainer: Trainer, stage: str, failure: BaseException | None) -> No
             teardown()
         except Exception as error:
             if first is None:
-                first = error
-                _report(trainer, error)
+                first = end_with(trainer, error)
+                _report(trainer, first)
             else:
                 _show_beside(first, error, "teardown")
     if failure is None and first is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,8 +22,9 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.wording import counted
 from ..strategies import Environment, Precision, Strategy
 from .callback_list import all_callbacks
-from .checkpoint import remove_checkpoint
+from .checkpoint.background import BackgroundWriter, Following
 from .checkpoint.resolve import checkpoint_to_resume, read
+from .checkpoint.retention import remove_dropped
 from .checkpoint.staging import claim_new
 from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
@@ -28,8 +32,10 @@ from .control import SAVE, STOP, ControlWord
 from .data.loaders import LIMITS
 from .data.source import DataSource
 from .data_module import DataModule
+from .divergence import DivergedError, Snapshot
 from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
 from .fit import FitRun
+from .hangs import HangWatch
 from .hooks import overrides
 from .loop import TrainingLoop
 from .metric_log import Logged, MetricLog
@@ -41,6 +47,7 @@ from .progress import Progress
 from .randomness import seed_everything
 from .results import print_results
 from .session import check_initialized, session
+from .signals import SignalHandlers
 from .strategy_check import check_strategy
 from .task import Task
 
@@ -122,6 +129,7 @@ class Trainer:
         self.strategy.check_step(
             accumulation=self.config.accumulate_grad_batches,
             clip_limit=self.config.gradient_clip_val,
+            skips=self.config.skip_nonfinite is not None,
         )
         self.callbacks = all_callbacks(self.config, callbacks, logger, development=bool(given.fast_dev_run))
         if self.config.seed is not None:
@@ -135,6 +143,9 @@ class Trainer:
         self.seed = self.config.seed or 0
         """The seed all ranks agreed on, at the start of a run."""
         self.control = ControlWord(self.strategy)
+        self.signals = SignalHandlers(enabled=False, rank=self.strategy.rank)
+        """What the signals of the running stage come to."""
+        self.checkpoint_writer = BackgroundWriter(self.strategy.say)
         self.active_log: MetricLog | None = None
         self.stop_reason: str | None = None
         """What `stop` was told on this rank; after fit, on the first rank that asked."""
@@ -143,6 +154,8 @@ class Trainer:
         """What gives this rank's training batches."""
         self.val_dataloaders: list[Any] = []
         """What gives this rank's validation batches."""
+        self.predict_dataloaders: list[Any] = []
+        """What gives this rank's prediction batches."""
         self._stop_asked = self._has_validation = False
         root = self.config.default_root_dir
         self._run_folder = None if root is None else Path(root)
@@ -157,10 +170,17 @@ class Trainer:
         """The stage that is running: `fit`, `validate`, `test` or `predict`; empty between runs."""
         self.evaluation_batches: float = 0
         """Batches of this rank in the evaluation that runs, or ran last, over all its loaders; inf: not known."""
+        self.batch_indices: list[Any] | None = None
+        """The samples of the running prediction batch, by their places in the dataset, as the loader's sampler gave them;
+        None where it has none (an iterable, a stream, `in_order=False`), and outside of predict."""
         self.fitting = False
         """Whether fit is running, with the validations in it."""
         self.is_last_batch = False
         """Whether the running micro-batch, or the one just done, is the last of its epoch, where that can be known."""
+        self.seconds_saving = 0.0
+        """How long `save_checkpoint` has kept this process, in all."""
+        self.hang_watch: HangWatch | None = None
+        """Says, in a run on several ranks, if some wait for one that does not come; its `hang` is what is wrong now."""
         self.resumed_from: Path | None = None
         """The checkpoint this run goes on from; it is never removed."""
 
@@ -190,6 +210,8 @@ class Trainer:
         Raises:
             TypeError, ValueError: task, loaders, optimizers or options don't fit; before anything is trained.
             CheckpointError: the checkpoint is not there, damaged, or does not fit.
+            Preempted, Interrupted: a signal ended the run, after all ranks had saved. They end the program, too.
+            PeerError: another rank ended the run.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
@@ -198,6 +220,7 @@ class Trainer:
             from .resume_check.probe import join
 
             ckpt_path = join(self, plan, ckpt_path)
+        self.plan = None  # that of the fit before
         with session(self, "fit", model, datamodule) as hooks:
             self._stop_asked, self.stop_reason = False, None
             self.training_loop, self.waiting_saves = None, []
@@ -266,15 +289,29 @@ class Trainer:
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        gather: bool = True,
     ) -> list[Any] | None:
-        """Run `predict_step` over the prediction loaders.
+        """Run `predict_step` over the prediction loaders, every sample once over all ranks, in the order of the dataset.
+
+        Args:
+            model: the task; default: that of the last run, with the weights of its best checkpoint.
+            dataloaders: a loader, a list of them, or a DataModule. A shuffle is not followed; a sampler's order is.
+            datamodule: gives the loaders.
+            return_predictions: False: keep nothing, for predictions that a callback writes.
+            ckpt_path: load these weights first: a path, "best" or "last".
+            gather: on several ranks, return the same list of batches that one rank would return, on each of them. What
+                `predict_step` returns must then have an item for each sample: tensors with the batch as their first
+                dimension, lists, or dicts and tuples of those. False: this rank's batches, whatever they are.
 
         Returns:
-            What `predict_step` returned for each batch of *this rank*, on the CPU; with several loaders a list
-            for each. None with `return_predictions=False`.
+            What `predict_step` returned for each batch, on the CPU; with several loaders a list for each. None with
+            `return_predictions=False`.
+
+        Raises:
+            TypeError, ValueError: what `predict_step` returns can't be gathered, or the trainer does not deal the samples.
         """
         keep = return_predictions is not False
-        kept = self._evaluate("predict", PREDICTION, model, dataloaders, ckpt_path, datamodule, False, keep)[1]
+        kept = self._evaluate("predict", PREDICTION, model, dataloaders, ckpt_path, datamodule, False, keep, gather)[1]
         if not keep:
             return None
         return kept[0] if len(kept) == 1 else kept
@@ -297,22 +334,70 @@ class Trainer:
         if self.fitting and not weights_only and loop is not None and not loop.is_between_steps:
             self.waiting_saves.append(Path(filepath))
         else:
-            save(self, Path(filepath), weights_only=weights_only)
+            with self._timed_save():
+                save(self, Path(filepath), weights_only=weights_only)
 
     def write_waiting_saves(self) -> None:
         """Write the checkpoints that were asked for where none could be taken. Called by the loop, on all ranks."""
         waiting, self.waiting_saves = self.waiting_saves, []
         for path in dict.fromkeys(waiting):
-            save(self, path)
+            with self._timed_save():
+                save(self, path)
 
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, unless it is the one this run was resumed from. For rank 0 to call."""
-        if not self.resumes_from(filepath):
-            remove_checkpoint(Path(filepath))
+    def start_checkpoint(
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        *,
+        committed: Callable[[], None],
+        settled: Callable[[], None],
+        retire: Callable[[], None],
+        background: bool = True,
+    ) -> None:
+        """As `save_checkpoint`, but come back as soon as the state is copied: a thread writes it while training goes on.
 
-    def resumes_from(self, filepath: str | os.PathLike[str]) -> bool:
-        """Whether this run was resumed from the checkpoint `filepath`."""
-        return self.resumed_from is not None and Path(filepath).resolve() == self.resumed_from.resolve()
+        One is written at a time: the next one, of either kind, waits for it. Where the strategy has no collectives for
+        the thread, it is written before this returns.
+
+        Args:
+            filepath: the folder.
+            weights_only: leave out what a resume needs.
+            committed: called on rank 0, in the thread, when it is on the disk.
+            settled: called on all ranks in the main thread, at the same step, when all know that it is.
+            retire: called on all ranks, in the thread, after that: to remove what it replaces.
+            background: False: write it before this returns.
+
+        Raises:
+            CheckpointError: no run has begun, or the checkpoint before could not be written. That this one could not is
+                raised later, on all ranks at the same step; at the latest before fit returns.
+        """
+        following = Following(committed, settled, retire)
+        with self._timed_save():
+            save(self, Path(filepath), weights_only=weights_only, following=following, background=background)
+
+    @contextmanager
+    def _timed_save(self) -> Generator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds_saving += time.monotonic() - begun
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being written in the background. All ranks must call it, at the same place.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.checkpoint_writer.settle()
+
+    def remove_checkpoints(self, dropped: Sequence[str], staying: Sequence[str], monitor: str | None) -> None:
+        """Delete checkpoints that are kept no more. For rank 0 to call.
+
+        Left are the one that this run was resumed from and, where nothing in `staying` is finite, the newest that is:
+        finite are weights without inf and NaN, with such a value of the metric `monitor`.
+        """
+        remove_dropped(dropped, staying, monitor, self.resumed_from)
 
     def claim_checkpoint(self, filepath: str | os.PathLike[str]) -> bool:
         """Take a name for the next `save_checkpoint`; False: it is taken. For rank 0 to call."""
@@ -327,6 +412,22 @@ class Trainer:
         """Whether all ranks agreed, at the end of the last step, that a checkpoint is due."""
         return bool(self.control.agreed & SAVE)
 
+    def take_snapshot(self) -> Snapshot:
+        """Copy the state of training, without the position in the data, to the CPU's memory. All ranks must."""
+        return Snapshot.take(self)
+
+    def go_back(self, snapshot: Snapshot) -> None:
+        """Bring training back to a snapshot, and go on with the samples that come next. All ranks must, at the same step."""
+        snapshot.restore(self)
+
+    def diverge(self, reason: str) -> NoReturn:
+        """End the run as diverged, on all ranks at the same step.
+
+        Raises:
+            DivergedError: with the reason.
+        """
+        raise DivergedError(reason)
+
     def learning_rates(self) -> LearningRates:
         """The learning rate now, at its highest from here on, and in the last step of the plan.
 
@@ -335,7 +436,8 @@ class Trainer:
         """
         if self.plan is None:
             raise RuntimeError("learning_rates are known inside fit only, from on_fit_start on.")
-        if not self.task.automatic_optimization:  # the task steps its schedulers as it likes
+        if not self.task.automatic_optimization or overrides(self.task, "lr_scheduler_step", Task):
+            # The task steps its schedulers as it likes.
             return LearningRates(float(self.optimizers[0].param_groups[0]["lr"]))
         return learning_rates(self.optimizers[0], self.lr_scheduler_configs, self.plan, self.global_step)
 
@@ -435,14 +537,41 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps of the whole fit, for schedulers that need to know; inf without end.
+        """Optimizer steps of the whole fit, for schedulers that need to know: an int; inf without end.
+
+        Worked out from the loaders' lengths: nothing is read or drawn. It counts all epochs, also those that a resumed
+        run has behind it. Fewer steps are taken if the run is stopped, or the scaler skips some.
 
         Raises:
-            RuntimeError: no fit is running.
+            RuntimeError: no fit has begun, or a loader without a length leaves it open.
         """
+        plan = self._known_plan("estimated_stepping_batches")
+        if plan.batches_per_epoch is None and math.isinf(plan.total_steps) and not math.isinf(plan.epochs):
+            raise RuntimeError(
+                "estimated_stepping_batches is not known: the training loader has no length. Set max_steps, or "
+                "limit_train_batches to a number that every rank can give; or give the loader a __len__."
+            )
+        return plan.total_steps
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a full step: micro-batch × accumulated micro-batches × ranks; from `configure_optimizers` on.
+
+        Raises:
+            RuntimeError: no fit has begun, or the training loader does not tell its batch size.
+        """
+        size = self._known_plan("global_batch_size").global_batch
+        if size is None:
+            raise RuntimeError(
+                "global_batch_size is not known: the training loader has no batch_size, nor has its batch_sampler. "
+                "Expected one of them, or multiply your own by trainer.world_size and accumulate_grad_batches."
+            )
+        return size
+
+    def _known_plan(self, what: str) -> RunPlan:
         if self.plan is None:
-            raise RuntimeError("estimated_stepping_batches is known inside fit only, from configure_optimizers on.")
-        return self.plan.total_steps
+            raise RuntimeError(f"{what} is known inside fit only, from configure_optimizers on.")
+        return self.plan
 
     @property
     def logger(self) -> Logger | None:
@@ -574,6 +703,7 @@ class Trainer:
         datamodule: DataModule | None,
         verbose: bool,
         keep: bool = False,
+        gather: bool = False,
     ) -> tuple[list[dict[str, float]], list[list[Any]]]:
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
@@ -604,13 +734,15 @@ class Trainer:
                     f"{stage_name} has no loader: give one, or write {stage.loaders} in the task or a DataModule; and "
                     f"{LIMITS[stage.data]} must be above 0."
                 )
+            if stage is PREDICTION:
+                self.predict_dataloaders = [prepared.loader for prepared in loaders]
             flag = {"validate": "validating", "test": "testing", "predict": "predicting"}[stage_name]
             setattr(self, flag, True)
             loop = EvaluationLoop(self, task, hooks, stage, loaders, source.transfer())
             for index, loader in enumerate(loaders):
                 for remark in loader.remarks():
                     self.print(f"{stage_name}{f', loader {index}' if len(loaders) > 1 else ''}: {remark}")
-            logged, kept = loop.run(keep=keep)
+            logged, kept = loop.run(keep=keep, gather=gather)
             setattr(self, flag, False)
         results = _by_loader(logged, len(loaders))
         if verbose and self.is_global_zero:
@@ -620,6 +752,11 @@ class Trainer:
 
 def _check_task(task: Task, purpose: str, needed: Sequence[str]) -> None:
     if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(getattr(task, "_orig_mod", None), Task):
+            raise TypeError(
+                f"expected a Task, received a compiled one: give the plain task to {purpose}, and let the strategy compile "
+                "its step, Trainer(strategy=DDPStrategy(compile='before_ddp')), so that it is split at DDP's buckets."
+            )
         raise TypeError(f"expected a Task, received {type(task).__name__}: subclass samestep.trainer.Task.")
     if "_modules" not in vars(task):
         raise TypeError(f"{type(task).__name__}.__init__ has not called super().__init__(): expected it first.")

@@ -50,6 +50,10 @@ class WeightedLoss:
         self._sum += weight
         return loss / self._estimate.to(loss.dtype)
 
+    def forget(self) -> None:
+        """Drop the weights of a step that will not be taken."""
+        self._sum = torch.zeros_like(self._sum)
+
     def correct(self, parameters: Iterable[Tensor]) -> None:
         """Bring the gradients, averaged over the ranks, to the sum of the weights of all micro-batches and ranks."""
         ranks = self._strategy.world_size
@@ -62,7 +66,7 @@ class WeightedLoss:
         for several in gradients.values():
             torch._foreach_mul_(several, factor)  # pyright: ignore[reportPrivateUsage]
         self._estimate = torch.where(total > 0, total / ranks, self._estimate)
-        self._sum = torch.zeros_like(self._sum)
+        self.forget()
 
 
 def agreed(strategy: Strategy, weighted: bool | None) -> bool | None:

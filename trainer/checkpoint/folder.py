@@ -1,4 +1,4 @@
-"""A checkpoint's folder: written beside its place, complete or not at all, and checked when read.
+"""A checkpoint's folder: complete or not there, and checked when it is read. Needs no torch.
 
 model.safetensors   the task's weights, under its own names
 training.pt         optimizers, schedulers, progress, callbacks, hyperparameters
@@ -11,231 +11,169 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, cast
 
-import torch
+from .migrations import FORMAT, MIGRATIONS
+from .staging import PART, put_back, put_back_all, staging_of
 
-from ...strategies.base import Strategy
-from .plain import check_plain
-from .staging import claim, release, staging_of
-from .weights import load_tensors, save_tensors, split_tensors
+MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 
-FORMAT = 1
-_MODEL, _TRAINING, _MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's own file."""
+    return f"rank-{rank:05d}.pt"
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that can't be written, read, or trusted. The message names the file and says what to do."""
 
 
-@dataclass
-class Checkpoint:
-    """What was read from a folder."""
-
-    path: Path
-    model: dict[str, Any]
-    training: dict[str, Any] = field(default_factory=dict[str, Any])
-    manifest: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def as_dict(self) -> dict[str, Any]:
-        """One dict with Lightning's keys, as the hooks `on_load_checkpoint` get it."""
-        return {**self.training, "state_dict": self.model}
-
-
-def write_checkpoint(
-    path: Path,
-    strategy: Strategy,
-    model: Mapping[str, Any],
-    training: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    description: Mapping[str, Any],
-) -> None:
-    """Write a checkpoint, all ranks together; when it returns, the folder is there and complete on all of them.
-
-    Args:
-        path: the folder to make; a checkpoint or an empty folder that is there is replaced, anything else is not.
-        strategy: the ranks. Rank 0 writes what is common, each rank its own file.
-        model: the task's state dict.
-        training: goes into training.pt.
-        rank_state: goes into this rank's file.
-        description: goes into the manifest beside `format`, `created`, `versions` and `files`.
-
-    Raises:
-        CheckpointError: on every rank, if one of them could not write; nothing is left behind, and a checkpoint
-            that was there before is kept.
-        TypeError: the state holds something that could not be loaded again.
-    """
-    check_plain(dict(training), "checkpoint")
-    check_plain(dict(rank_state), "the rank's state")
-    tensors, extra = split_tensors(model)
-    check_plain(extra, "the extra state of the model")
-    staging = staging_of(path)
-    first = strategy.rank == 0
-
-    def make_folder() -> None:
-        if not claim(path):
-            raise FileExistsError("another run is writing a checkpoint of that name")
-        if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
-            raise FileExistsError("there is something else of that name, which is not replaced")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-
-    def write_files() -> None:
-        if first:
-            save_tensors(tensors, staging / _MODEL)
-            _synced(staging / _MODEL)
-            _save({**training, **({"extra_state": extra} if extra else {})}, staging / _TRAINING)
-        _save(dict(rank_state), staging / _rank_file(strategy.rank))
-
-    def commit() -> None:
-        files = {file.name: _fingerprint(file) for file in sorted(staging.iterdir())}
-        manifest = {
-            "format": FORMAT,
-            "created": _now(),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            **description,
-            "files": files,
-        }
-        with open(staging / _MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        _synced(staging)
-        old = path.parent / f".{path.name}.old"
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-        staging.rename(path)
-        _synced(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-
-    try:
-        _together(strategy, make_folder if first else None, path, "staging")
-        _together(strategy, write_files, path, "files")
-        _together(strategy, commit if first else None, path, "commit")
-    finally:
-        if first:
-            release(path)
-
+# --- time ------------------------------------------------------------------------------------
 
 # Of the newest checkpoint that this process wrote or read.
 _created = datetime.min.replace(tzinfo=timezone.utc)
 
 
-def _now() -> str:
+def now() -> str:
     """The time in UTC, later than that of every checkpoint written or read before, even where the clock was put back."""
     global _created
     _created = max(datetime.now(timezone.utc), _created + timedelta(microseconds=1))
     return _created.isoformat(timespec="microseconds")
 
 
-def _created_at(manifest: dict[str, Any]) -> datetime:
+def created_at(manifest: dict[str, Any]) -> datetime:
+    """When the checkpoint was made."""
     return datetime.fromisoformat(manifest["created"]).replace(tzinfo=timezone.utc)
 
 
-def _together(strategy: Strategy, work: Callable[[], None] | None, path: Path, what: str) -> None:
-    """Do this rank's part of the work; wait for all; raise on all if one failed."""
-    problem = ""
-    try:
-        if work is not None:
-            work()
-    except Exception as error:  # of the file system, or of a library that wraps it
-        problem = f"{type(error).__name__}: {error}"
-    for rank, theirs in enumerate(strategy.gather_objects(problem, name=f"checkpoint {what}")):
-        if theirs:
-            raise CheckpointError(
-                f"the checkpoint {path} could not be written on rank {rank}: {theirs}. Earlier checkpoints are intact. "
-                "Make room or permission, or choose another folder with default_root_dir."
-            )
+def note_created(manifest: dict[str, Any]) -> None:
+    """Let what is written from here on be later than this checkpoint."""
+    global _created
+    _created = max(_created, created_at(manifest))
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a checkpoint, after a check of every file's size and checksum. Runs no code from it.
+# --- the manifest ----------------------------------------------------------------------------
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; what it says of the other files is not checked.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of another format.
+        CheckpointError: there is none, it can't be read, or this version does not know its format.
     """
-    global _created
-    path = Path(path)
-    manifest = verify(path)
-    _created = max(_created, _created_at(manifest))
-    model: dict[str, Any] = dict(load_tensors(path / _MODEL))
-    training = _load(path / _TRAINING)
-    model |= training.pop("extra_state", {})
-    return Checkpoint(path, model, training, manifest)
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file: expected a checkpoint folder with a {MANIFEST}. Weights of another kind are loaded with "
+            "task.load_state_dict(torch.load(path, weights_only=True))."
+        )
+    put_back(path)
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text("utf-8"))
+        if not isinstance(manifest, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError("it holds no manifest")
+    except FileNotFoundError:
+        reason = f"it has no {MANIFEST}" if path.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{path} is no checkpoint: {reason}.{_neighbours(path)}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST} can't be read: {error}.{_neighbours(path)}") from None
+    _check_format(path, manifest)
+    return manifest
 
 
-def read_rank_state(checkpoint: Checkpoint, rank: int) -> dict[str, Any] | None:
-    """The state of one rank; None where the run had fewer ranks."""
-    name = _rank_file(rank)
-    return _load(checkpoint.path / name) if name in checkpoint.manifest["files"] else None
+def _check_format(path: Path, manifest: dict[str, Any]) -> None:
+    found = manifest.get("format")
+    if found == FORMAT or found in MIGRATIONS:
+        return
+    if isinstance(found, int) and found > FORMAT:
+        told = f"has format {found}, which is newer than this version of Samestep reads ({FORMAT}): install a newer one"
+    else:
+        told = f"has format {found!r}, this version of Samestep reads {FORMAT}: read it with the version that wrote it"
+    raise CheckpointError(f"{path} {told} (it was written under {manifest.get('versions')}).")
 
 
 def verify(path: Path) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest, and return the manifest.
 
     Raises:
-        CheckpointError: names the file, and what is wrong with it.
+        CheckpointError: names the first file that is not as it was written, and what is wrong with it.
     """
-    if path.is_file():
-        raise CheckpointError(
-            f"{path} is a file: expected a checkpoint folder with a {_MANIFEST}. Weights of another kind are loaded with "
-            "task.load_state_dict(torch.load(path, weights_only=True))."
-        )
-    try:
-        manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text("utf-8"))
-        if not isinstance(manifest, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError("it holds no manifest")
-    except FileNotFoundError:
-        reason = f"it has no {_MANIFEST}" if path.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{path} is no checkpoint: {reason}.{_neighbours(path)}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / _MANIFEST} can't be read: {error}.{_neighbours(path)}") from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}: read it with the version that "
-            f"wrote it ({manifest.get('versions')})."
-        )
-    files = cast("dict[str, dict[str, Any]]", manifest.get("files", {}))
-    for name in (_MODEL, _TRAINING, *files):
-        expected = files.get(name)
-        try:
-            found = _fingerprint(path / name)
-        except OSError as error:
-            raise CheckpointError(f"{path / name} can't be read: {error.strerror}.{_neighbours(path)}") from None
-        if expected != found:
-            raise CheckpointError(f"{path / name} is damaged: expected {expected}, found {found}.{_neighbours(path)}")
+    manifest = read_manifest(path)
+    for problem in damage(path, manifest):
+        raise CheckpointError(f"{problem}.{_neighbours(path)}")
     return manifest
+
+
+def damage(path: Path, manifest: dict[str, Any]) -> Iterable[str]:
+    """What is wrong with the files of a checkpoint, one sentence for each file."""
+    files = cast("dict[str, dict[str, Any]]", manifest.get("files") or {})
+    for name in dict.fromkeys((MODEL, TRAINING, *files)):
+        expected = files.get(name)
+        if not PART.fullmatch(name):
+            yield f"{path / MANIFEST} names {name!r}, which is no file of a checkpoint"
+            continue
+        try:
+            found = fingerprint(path / name)
+        except OSError as error:
+            yield f"{path / name} can't be read: {error.strerror}"
+            continue
+        if expected != found:
+            yield f"{path / name} is damaged: expected {expected}, found {found}"
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+# --- folders of checkpoints ------------------------------------------------------------------
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder looks like a complete checkpoint."""
+    return path.is_dir() and not path.name.startswith(".") and (path / MANIFEST).is_file()
+
+
+def checkpoints_in(*folders: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The checkpoints in these folders with their manifests, the one made last first; links to them are left out.
+
+    Made last, not of the highest step: a run that began anew in a used folder goes on with its own. Where a manifest
+    can't be read, it is empty, and the file's time takes the place of its own.
+    """
+    found: list[tuple[datetime, int, Path, dict[str, Any]]] = []
+    for folder in folders:
+        put_back_all(folder)
+    for entry in (entry for folder in folders if folder.is_dir() for entry in folder.iterdir()):
+        if is_checkpoint(entry) and not entry.is_symlink():
+            manifest: dict[str, Any] = {}
+            try:
+                manifest = json.loads((entry / MANIFEST).read_text("utf-8"))
+                created, step = created_at(manifest), int(manifest["step"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                manifest = {}
+                created, step = datetime.fromtimestamp(entry.stat().st_mtime, timezone.utc), -1
+            found.append((created, step, entry, manifest))
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(path, manifest) for _, _, path, manifest in found]
 
 
 def newest_intact(folders: Iterable[Path]) -> Path | None:
     """The checkpoint in these folders that was made last and verifies; damaged ones are named in a warning.
 
-    Made last, not of the highest step: a run that began anew in a used folder goes on with its own. Those that hold
-    weights only are no candidates: nothing can go on from them.
+    Those that hold weights only are no candidates: nothing can go on from them.
     """
-    found: list[tuple[datetime, int, Path]] = []
-    for folder in folders:
-        for entry in folder.iterdir() if folder.is_dir() else ():
-            if is_checkpoint(entry) and not entry.is_symlink():
-                try:
-                    manifest = json.loads((entry / _MANIFEST).read_text("utf-8"))
-                    if manifest.get("weights_only"):
-                        continue
-                    created, step = _created_at(manifest), int(manifest["step"])
-                except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                    # By the file's time, so that it has its turn: verifying it says what is wrong.
-                    created, step = datetime.fromtimestamp(entry.stat().st_mtime, timezone.utc), -1
-                found.append((created, step, entry))
-    for _, _, path in sorted(found, reverse=True):
+    for path, manifest in checkpoints_in(*folders):
+        if manifest.get("weights_only"):
+            continue
         try:
             verify(path)
         except CheckpointError as error:
@@ -243,11 +181,6 @@ def newest_intact(folders: Iterable[Path]) -> Path | None:
             continue
         return path
     return None
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether the folder looks like a complete checkpoint."""
-    return path.is_dir() and not path.name.startswith(".") and (path / _MANIFEST).is_file()
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -259,26 +192,8 @@ def remove_checkpoint(path: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
-
-
-def _save(state: dict[str, Any], path: Path) -> None:
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(f"{path} can't be loaded without running code from it: {error}") from None
-    return state
-
-
-def _synced(path: Path) -> None:
+def synced(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     if sys.platform == "win32" and path.is_dir():
         return  # a folder can't be opened there
     descriptor = os.open(path, os.O_RDONLY)
@@ -286,14 +201,6 @@ def _synced(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _neighbours(path: Path) -> str:

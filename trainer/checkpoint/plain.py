@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,13 +20,16 @@ def check_plain(value: Any, where: str) -> None:
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return
     kind = cast("Any", type(value))
-    if isinstance(value, Mapping) and kind.__module__ in ("builtins", "collections"):
+    if kind in (dict, OrderedDict, Counter):
         for key, item in cast("Mapping[Any, Any]", value).items():
-            check_plain(key, f"a key of {where}")
-            check_plain(item, f"{where}[{key!r}]")
+            if type(key) not in _PLAIN:
+                check_plain(key, f"a key of {where}")
+            if type(item) not in _PLAIN:
+                check_plain(item, f"{where}[{key!r}]")
     elif kind in (list, tuple, set):
         for index, item in enumerate(cast("list[Any]", value)):
-            check_plain(item, f"{where}[{index}]")
+            if type(item) not in _PLAIN:
+                check_plain(item, f"{where}[{index}]")
     else:
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         raise TypeError(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .folder import Checkpoint, CheckpointError, newest_intact, read_checkpoint
+from .folder import CheckpointError, newest_intact
+from .read import Checkpoint, read_checkpoint
+from .staging import put_back
 
 if TYPE_CHECKING:
     from ...callbacks.model_checkpoint import ModelCheckpoint
@@ -62,6 +64,9 @@ def read(trainer: Trainer, ckpt_path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: it is not there, or damaged.
     """
     if ckpt_path not in ("best", "last"):
+        if trainer.is_global_zero:  # a dead run may have been replacing it
+            put_back(Path(ckpt_path))
+        trainer.strategy.barrier(name="checkpoint to be read")
         return read_checkpoint(ckpt_path)
     callback = trainer.checkpoint_callback
     path = "" if callback is None else _best_path(trainer, callback) if ckpt_path == "best" else _last_path(trainer)

@@ -6,6 +6,7 @@ whose lock is free was left by a dead run and is removed.
 
 .step-00000500.partial   the folder
 .step-00000500.lock      its lock
+.step-00000500.old       a checkpoint of the same name, for the moment in which the new one takes its place
 """
 
 from __future__ import annotations
@@ -18,12 +19,50 @@ from pathlib import Path
 # Descriptors of the locks that this process holds, by the checkpoint's path; None where the file system has no locks.
 _held: dict[Path, int | None] = {}
 
-_OURS = re.compile(r"model\.safetensors|training\.pt|rank-\d+\.pt|manifest\.json")
+PART = re.compile(r"model\.safetensors|training\.pt|rank-\d+\.pt|manifest\.json")
+"""The names of a checkpoint's files."""
 
 
 def staging_of(path: Path) -> Path:
     """The folder in which the checkpoint `path` is built."""
     return path.parent / f".{path.name}.partial"
+
+
+def old_of(path: Path) -> Path:
+    """Where a checkpoint waits while the one that replaces it is put into its place."""
+    return path.parent / f".{path.name}.old"
+
+
+def put_back(path: Path) -> None:
+    """Put a checkpoint back that a dead run was about to replace; where the new one is in its place, remove it."""
+    old = old_of(path)
+    if path.absolute() in _held or not old.is_dir() or not _holds_only_parts(old):
+        return
+    try:
+        lock = _lock(path)
+    except OSError:  # not ours to change
+        return
+    if lock is None:
+        return
+    try:
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(path)
+    except OSError:  # another process was faster
+        pass
+    finally:
+        _unlock(path, lock)
+
+
+def put_back_all(folder: Path) -> None:
+    """As `put_back`, for every checkpoint of a folder."""
+    for old in folder.glob(".*.old"):
+        put_back(old.with_name(old.name[1:].removesuffix(".old")))
+
+
+def _holds_only_parts(folder: Path) -> bool:
+    return all(PART.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def claim(path: Path) -> bool:
@@ -46,6 +85,7 @@ def claim(path: Path) -> bool:
     _held[path] = lock
     for folder in path.parent.glob(".*.partial"):
         _remove_if_left(folder)
+    put_back_all(path.parent)
     return True
 
 
@@ -72,7 +112,7 @@ def _remove_if_left(folder: Path) -> None:
     """Remove a staging folder that no living process holds, if it holds nothing but parts of a checkpoint."""
     path = folder.with_name(folder.name[1:].removesuffix(".partial")).absolute()
     try:
-        if path in _held or not all(_OURS.fullmatch(entry.name) for entry in folder.iterdir()):
+        if path in _held or not _holds_only_parts(folder):
             return
         lock = _lock(path)
     except OSError:  # no folder, or just gone

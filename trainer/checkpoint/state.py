@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,14 @@ import torch
 from ...callbacks.callback import Callback
 from ...callbacks.wording import counted
 from ..randomness import rng_state
-from .folder import Checkpoint, CheckpointError, write_checkpoint
+from .background import Following
+from .folder import CheckpointError
+from .plain import check_plain
+from .read import Checkpoint
+from .snapshot import compact
 from .staging import release
+from .weights import split_tensors
+from .write import Content, write_checkpoint
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -76,40 +83,80 @@ def state_of_rank(trainer: Trainer, *, weights_only: bool = False) -> dict[str, 
     return state
 
 
-def save(trainer: Trainer, path: Path, *, weights_only: bool = False) -> None:
-    """Write a checkpoint of the run, all ranks together.
+_NOTHING_FOLLOWS = Following()
+
+
+def save(
+    trainer: Trainer,
+    path: Path,
+    *,
+    weights_only: bool = False,
+    following: Following = _NOTHING_FOLLOWS,
+    background: bool = False,
+) -> None:
+    """Write a checkpoint of the run, all ranks together; arguments as in `Trainer.start_checkpoint`.
 
     Raises:
-        CheckpointError: no run has begun, or the checkpoint could not be written.
+        CheckpointError: no run has begun, or this checkpoint, or the one before, could not be written.
+        TypeError: the state holds something that could not be loaded again.
     """
-    task, strategy = getattr(trainer, "task", None), trainer.strategy
-    if task is None:
+    strategy, writer = trainer.strategy, trainer.checkpoint_writer
+    if getattr(trainer, "task", None) is None:
         raise CheckpointError(
             f"there is nothing to save in {path} yet: this Trainer has no task before its first run. Call fit first, or "
             "save_checkpoint in a hook."
         )
+    import_module("safetensors.torch")  # not in the thread: a process that is forked during an import may wait for it
     try:
-        strategy.synchronize(task)  # what is saved is what all go on with
-        strategy.check_same_parameters(task, name="parameters of the checkpoint")
-        checkpoint = training_state(trainer, weights_only=weights_only)
-        checkpoint["state_dict"] = strategy.model_state(task)
-        for callback in trainer.callbacks:
-            callback.on_save_checkpoint(trainer, task, checkpoint)
-        task.on_save_checkpoint(checkpoint)
-        model = checkpoint.pop("state_dict")
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        description = {
-            "task": type(task).__qualname__,
-            "step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "world_size": trainer.world_size,
-            "metrics": metrics,
-            "weights_only": weights_only,
-        }
-        rank_state = state_of_rank(trainer, weights_only=weights_only)
-        write_checkpoint(path, strategy, model, checkpoint, rank_state, description)
-    finally:
+        writer.make_way()
+        content = _content(trainer, weights_only=weights_only)
+        gather = strategy.background_gather() if background else None
+        content = Content(**(compact if gather is None else writer.memory.snapshot)(vars(content)))
+    except BaseException:
         release(path)
+        raise
+
+    def write() -> None:
+        try:
+            write_checkpoint(path, content, strategy.rank, gather or strategy.gather_objects, following.committed)
+        finally:
+            release(path)
+
+    if gather is not None:
+        writer.start(path, write, following, trainer.control)
+    else:
+        write()
+        following.settled()
+        following.retire()
+
+
+def _content(trainer: Trainer, *, weights_only: bool) -> Content:
+    """What a checkpoint of this moment holds; what other ranks write is left out. Tensors are those of the run itself."""
+    task, strategy = trainer.task, trainer.strategy
+    strategy.synchronize(task)  # what is saved is what all go on with
+    strategy.check_same_parameters(task, name="parameters of the checkpoint")
+    checkpoint = training_state(trainer, weights_only=weights_only)
+    checkpoint["state_dict"] = strategy.model_state(task)
+    for callback in trainer.callbacks:
+        callback.on_save_checkpoint(trainer, task, checkpoint)
+    task.on_save_checkpoint(checkpoint)
+    tensors, extra = split_tensors(checkpoint.pop("state_dict"))
+    rank_state = state_of_rank(trainer, weights_only=weights_only)
+    check_plain(checkpoint, "checkpoint")
+    check_plain(extra, "the extra state of the model")
+    check_plain(rank_state, "the rank's state")
+    if extra:
+        checkpoint["extra_state"] = extra
+    description = {
+        "task": type(task).__qualname__,
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "world_size": trainer.world_size,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "weights_only": weights_only,
+    }
+    first = strategy.rank == 0
+    return Content(tensors if first else {}, checkpoint if first else {}, rank_state, description)
 
 
 def restore(

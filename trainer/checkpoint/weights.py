@@ -41,7 +41,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) ->
         view = place in storages or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes()
         storages.add(place)
         stored[name] = tensor.clone().contiguous() if view else tensor.contiguous()
-    save_file(stored, path, metadata={_TIED: json.dumps(tied)})
+    # What Hugging Face's loaders ask for: a file of PyTorch's.
+    save_file(stored, path, metadata={"format": "pt", _TIED: json.dumps(tied)})
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -53,6 +54,18 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         metadata: dict[str, str] = file.metadata() or {}
     tied: dict[str, str] = json.loads(metadata.get(_TIED, "{}"))
     return tensors | {name: tensors[source] for name, source in tied.items()}
+
+
+def are_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether there is no inf or NaN in them."""
+    for tensor in tensors.values():
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        extremes = torch.aminmax(tensor.detach() if tensor.itemsize > 1 else tensor.detach().float())
+        if not torch.stack(extremes).isfinite().all():
+            return False
+    return True
 
 
 def own_buffers(task: nn.Module) -> None:

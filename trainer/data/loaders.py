@@ -113,7 +113,7 @@ class Dealing:
     enabled: bool = True
     """`use_distributed_sampler`"""
     shuffle: bool = True
-    """False: read in order even what is to be shuffled (`overfit_batches`)."""
+    """False: read in order even what is to be shuffled (`overfit_batches`, and predictions)."""
     joins: bool = False
     """Ranks may train on another number of samples; False: the few that are left over are dropped."""
 

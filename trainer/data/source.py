@@ -83,9 +83,12 @@ class DataSource:
             raise TypeError(
                 f"the {kind} loaders are a dict, which is not supported yet: expected one loader, or a list."
             )
-        several = isinstance(loaders, (list, tuple)) and all(map(_is_loader, cast("list[Any]", loaders)))
-        dealing = self._dealing(training=False)
-        each: list[Any] = list(cast("list[Any]", loaders)) if several else [loaders]
+        items = cast("list[Any]", loaders) if isinstance(loaders, (list, tuple)) else []
+        # A list that is itself the loader holds batches; one with a DataLoader in it holds loaders, or mistakes.
+        several = isinstance(loaders, (list, tuple)) and (_any_loader(items) or all(map(_is_loader, items)))
+        # A shuffle has no meaning in a prediction, whose order is how it is told apart.
+        dealing = self._dealing(training=False, shuffle=kind != "prediction")
+        each: list[Any] = list(items) if several else [cast("Any", loaders)]
         return [prepare_loader(loader, kind, limit, dealing) for loader in each]
 
     def transfer(self) -> Transfer | None:
@@ -110,9 +113,9 @@ class DataSource:
 
         return transfer
 
-    def _dealing(self, *, training: bool) -> Dealing:
+    def _dealing(self, *, training: bool, shuffle: bool = True) -> Dealing:
         trainer, config = self._trainer, self._trainer.config
-        shuffle = not config.overfit_batches
+        shuffle = shuffle and not config.overfit_batches
         joins = trainer.strategy.uneven_inputs == "join"
         return Dealing(trainer.strategy, trainer.seed, training, config.use_distributed_sampler, shuffle, joins)
 

@@ -1,0 +1,131 @@
+"""Go back to the last good state when the loss jumps, and leave out the samples that did it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .callback import Callback
+from .monitor import fresh_value
+from .wording import counted
+
+if TYPE_CHECKING:
+    from ..trainer import Task, Trainer
+
+# Values before which none is judged.
+_FEWEST = 5
+# The median absolute deviation of a normal distribution, times this, is its standard deviation.
+_DEVIATIONS = 1.4826
+
+
+class LossSpikeRollback(Callback):
+    """Watches a logged training loss; when it jumps, parameters and optimizers go back to the last good state.
+
+    The samples since then are left out: the position in the data stays. So the run goes on as one that was never given
+    the batches from the good state to the jump: parameters, optimizers, schedulers, `global_step`, random numbers and
+    the states of callbacks such as an average of the parameters are those of that run. What was logged and saved stays.
+
+    The value is judged where it is logged and reduced (`log_every_n_steps`), so all ranks decide alike, and nothing more is
+    communicated. A jump is a value that is not finite, or above the median of the last values by more than `threshold`
+    standard deviations, which are taken from the median absolute deviation: a former jump does not hide the next one.
+
+    Args:
+        monitor: a loss of training, logged in every step and reduced over the ranks.
+        threshold: standard deviations above the median.
+        window: how many good values the median is taken of.
+        patience: values in a row that must have jumped.
+        every_n_train_steps: about how often the good state is copied, to the CPU's memory.
+        max_rollbacks: how often the run may go back; then it ends as diverged.
+
+    Raises:
+        ValueError: an argument is impossible.
+    """
+
+    keeps_state_in_rollback: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        monitor: str,
+        threshold: float = 10.0,
+        window: int = 50,
+        patience: int = 1,
+        every_n_train_steps: int = 100,
+        max_rollbacks: int = 3,
+    ) -> None:
+        for name, value, least in (
+            ("threshold", threshold, 1), ("window", window, _FEWEST), ("patience", patience, 1),
+            ("every_n_train_steps", every_n_train_steps, 1), ("max_rollbacks", max_rollbacks, 0),
+        ):  # fmt: skip
+            if not value >= least:
+                raise ValueError(f"LossSpikeRollback({name}={value!r}): expected {least} or more.")
+        self.monitor, self.threshold, self.window, self.patience = monitor, threshold, window, patience
+        self.every_n_train_steps, self.max_rollbacks = every_n_train_steps, max_rollbacks
+        self.rollbacks = 0
+        """How often the run has gone back."""
+        self.spikes = 0
+        """Values in a row that have jumped."""
+        self._values: list[float] = []
+        self._judged = -1
+        self._good: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that the next one is compared with, and how often the run has gone back."""
+        return {"values": list(self._values), "rollbacks": self.rollbacks}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        self._values, self.rollbacks = list(state_dict["values"]), state_dict["rollbacks"]
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        """The first good state is the one that training starts with."""
+        self._good, self._judged, self.spikes = trainer.take_snapshot(), trainer.global_step, 0
+
+    def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        """Let go of the good state."""
+        self._good = None
+
+    def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
+        """Judge the loss, where it was reduced at this step."""
+        step = trainer.global_step
+        if step == self._judged or step % trainer.config.log_every_n_steps:
+            return
+        value = fresh_value(self, trainer, self.monitor)
+        if value is None:
+            return
+        self._judged = step
+        if not self.is_spike(value):
+            self.spikes = 0
+            self._values = [*self._values, value][-self.window :]
+            if step >= self._good.step + self.every_n_train_steps:
+                self._good = trainer.take_snapshot()
+            return
+        self.spikes += 1
+        if self.spikes >= self.patience:
+            self._go_back(trainer, value)
+
+    def is_spike(self, value: float) -> bool:
+        """Whether a value jumps out of those before it."""
+        if not math.isfinite(value):
+            return True
+        if len(self._values) < _FEWEST:
+            return False
+        middle = median(self._values)
+        spread = _DEVIATIONS * median(abs(other - middle) for other in self._values)
+        # Values that are all but equal have no spread to speak of: then a tenth of a per cent counts as one.
+        return value > middle + self.threshold * max(spread, 1e-3 * abs(middle))
+
+    def _go_back(self, trainer: Trainer, value: float) -> None:
+        usual = f", of late {median(self._values):.6g}" if self._values else ""
+        jumped = f"{self.monitor} jumped to {value:.6g} at step {trainer.global_step}{usual}"
+        if self.rollbacks >= self.max_rollbacks:
+            trainer.diverge(f"{jumped}, after {counted(self.rollbacks, 'rollback')}: expected no more of them")
+        self.rollbacks += 1
+        left_out = trainer.global_step - self._good.step
+        trainer.print(
+            f"LossSpikeRollback: {jumped}. Back to step {self._good.step}; the samples of {counted(left_out, 'step')} are left "
+            f"out (rollback {self.rollbacks} of {self.max_rollbacks})"
+        )
+        trainer.go_back(self._good)
+        self._judged, self.spikes = trainer.global_step, 0

@@ -1,0 +1,254 @@
+"""The watcher: a thread on each rank that tells the others, through the store, where the rank is.
+
+Through the store, and not a process group: the main thread may be blocked in one, and two threads on one gloo group mix
+their messages up. A step notes nothing for it: what the rank does is read from the main thread's stack, and whether it
+moves from counters that are there anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ...strategies.error_file import record_error
+from ...strategies.process_group_strategy import ProcessGroupStrategy
+from .flight_recorder import collectives, write_dump
+from .judgement import Beat, Hang, judge
+from .whereabouts import stack_lines, whereabouts
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+_FOUND = "found"
+# Ranks look one after the other, so that one says it, rank 0 if it can; but none later than this many periods.
+_LATEST_TURN = 10
+# A thread that takes less than this share of the time waits.
+_IDLE = 0.02
+
+
+class HangError(RuntimeError):
+    """The ranks wait for one that does not come; the message says who and where."""
+
+
+class HangWatch:
+    """Watches one run of a Trainer on several ranks, from `start` to `stop`.
+
+    Args:
+        trainer: the run.
+        strategy: its strategy.
+        store: of this run alone, with a connection of its own.
+        limit: seconds without progress after which it is said who waits for whom.
+        exits: end the process then.
+    """
+
+    def __init__(
+        self, trainer: Trainer, strategy: ProcessGroupStrategy, store: dist.Store, limit: float, *, exits: bool
+    ) -> None:
+        self._trainer, self._strategy, self._store = trainer, strategy, store
+        self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        self._limit, self._exits = limit, exits
+        self._period = min(1.0, limit / 10)
+        self._silence = max(3 * self._period, limit / 2)
+        self._main = threading.get_ident()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="samestep hang watch", daemon=True)
+        self._reader: threading.Thread | None = None
+        self._progress: Any = None
+        self._moved = self._sampled = self._answered = time.monotonic()
+        self._processor_time = 0.0
+        self._phase = ""
+        self._longest: dict[str, float] = {}  # pauses that ended by themselves, by what the rank did
+        self._starting, self._store_missed = True, False
+        self._found_at: Any = None
+        self._told = False
+        self._beat = Beat(self._rank, 1, time.time(), 0.0, 0, "the start", "", limit, limit)
+        self.hang: Hang | None = None
+        """What is wrong now, as far as it is known on this rank. It goes when the rank moves again; a run that fails keeps it."""
+
+    def start(self) -> None:
+        """Begin to watch the calling thread."""
+        self._tell()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the threads. One that waits for a store that does not answer any more is left to end with the process."""
+        self._ended.set()
+        for thread in (self._thread, self._reader):
+            if thread is not None:
+                thread.join(timeout=2 * self._period + 1)
+
+    # --- what this rank tells --------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            while not self._ended.wait(self._period):
+                self._look()
+                self._tell()
+                self._read_on_if_stuck()
+        except dist.DistError:
+            return  # whoever keeps the store has ended: that is told elsewhere
+
+    def _tell(self) -> None:
+        self._store.set(_key(self._rank), json.dumps(asdict(self._beat)))
+
+    def _look(self) -> None:
+        """Take a sample of the main thread, and make the beat."""
+        frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
+        if frame is None:
+            return
+        now = time.monotonic()
+        here = whereabouts(frame, idle=self._is_idle(now))
+        counters = self._counters()
+        if self.hang is not None and counters != self._found_at:
+            self._over()
+        progress = (counters, here.phase, here.waits)
+        if progress != self._progress:
+            if self._phase:
+                self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), now - self._moved)
+            self._progress, self._moved = progress, now
+            self._phase = "" if here.waits else here.phase
+        age, long = now - self._moved, max(self._limit, self._strategy.allowed.total_seconds() / 2)
+        if self._starting or (here.takes_long and not here.waits):
+            patience = long
+        else:  # what took long before may take long again
+            usual = 0.0 if here.waits else 2 * self._longest.get(here.phase, 0.0)
+            patience = min(long, max(self._limit, usual))
+        waits, stack, counted = here.waits, (), None
+        if age > self._limit / 2:
+            counted, stack = collectives(), tuple(stack_lines(frame))
+            # A GPU runs behind the program, which waits where it next looks at it.
+            if counted is not None and counted.begun > counted.done and self._strategy.device.type == "cuda":
+                waits = waits or "a collective of the device"
+        self._beat = Beat(
+            self._rank, self._beat.number + 1, time.time(), age, self._trainer.global_step, here.where, waits, patience,
+            long, None if counted is None else counted.begun, stack,
+        )  # fmt: skip
+
+    def _counters(self) -> tuple[Any, ...]:
+        """Numbers of which one grows whenever the run moves."""
+        trainer, progress, log = self._trainer, self._trainer.progress, self._trainer.active_log
+        batches = 0 if log is None else sum(tuple(log.batches.values()))
+        if batches and (trainer.training or not trainer.fitting):  # a sanity check is part of the start
+            self._starting = False
+        collectives = sum(tuple(self._strategy.collectives.values()))
+        return (progress.epoch, progress.batches_seen, progress.batch_idx, progress.global_step, batches, collectives)
+
+    def _is_idle(self, now: float) -> bool:
+        """Whether the main thread took no processor time since the last sample. True where that can't be told."""
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return True
+        used = time.clock_gettime(time.pthread_getcpuclockid(self._main))
+        before, self._processor_time = self._processor_time, used
+        elapsed, self._sampled = now - self._sampled, now
+        return used - before < _IDLE * elapsed
+
+    # --- what the others tell --------------------------------------------------------------
+
+    def _read_on_if_stuck(self) -> None:
+        """See to it that a thread of its own reads the beats: the store may be the one that does not answer."""
+        if self._beat.age < self._limit / 2:
+            return
+        if self._reader is None or not self._reader.is_alive():
+            self._answered = time.monotonic()
+            self._reader = threading.Thread(target=self._read, name="samestep hang reader", daemon=True)
+            self._reader.start()
+            return
+        unanswered = time.monotonic() - self._answered > self._limit
+        if unanswered and self._beat.age >= self._beat.patience and not self._store_missed:
+            self._store_missed = True
+            where = self._beat.waits or self._beat.where
+            self._found(Hang(
+                self._beat.step, f"no progress for {self._beat.age:.0f} s at step {self._beat.step}: rank {self._rank} is in {where}, and the "
+                "store through which the ranks tell where they are does not answer: the process that keeps it is stopped, or "
+                "its host is gone (rank 0's, or torchrun's on the first host)", (), 0,
+            ), tells=True)  # fmt: skip
+
+    def _read(self) -> None:
+        """While this rank does not move, look at the others, and say what is wrong."""
+        turn = min(self._rank, _LATEST_TURN) * self._period
+        heard: dict[int, tuple[int, float]] = {}
+        try:
+            while self._beat.age > self._limit / 2 and not self._ended.is_set():
+                known = _get(self._store, _FOUND)
+                found: dict[str, Any] = json.loads(known) if known else {}
+                if self.hang is None and found.get("hang"):
+                    self._found(Hang(**found["hang"]), tells=False)
+                elif self.hang is None and self._beat.age > self._limit / 2 + turn:
+                    hang = judge(self._listen(heard), self._silence)
+                    if hang is not None and self._beat.age >= self._limit + turn:
+                        mine = self._finding(hang)
+                        if self._store.compare_set(_FOUND, known, mine).decode() == mine:
+                            self._found(hang, tells=True)
+                self._answered = time.monotonic()
+                self._ended.wait(self._period)
+        except dist.DistError:
+            return
+
+    def _listen(self, heard: dict[int, tuple[int, float]]) -> list[Beat]:
+        """The newest beat of every rank. `heard`: the number of the last one, and when it was new."""
+        beats: list[Beat] = []
+        now = time.monotonic()
+        for rank in range(self._world_size):
+            told = _get(self._store, _key(rank))
+            beat = Beat(**json.loads(told)) if told else Beat(rank, 0, 0.0, 0.0, 0, "", "", 0.0, 0.0)
+            number, since = heard.setdefault(rank, (beat.number, now))
+            if number != beat.number:
+                since = now
+                heard[rank] = (beat.number, now)
+            beats.append(replace(beat, silent=now - since, stack=tuple(beat.stack)))
+        return beats
+
+    def _found(self, hang: Hang, *, tells: bool) -> None:
+        """Keep what is wrong, leave what helps to find out why, and end the process, if that is wanted."""
+        if self.hang is not None:
+            return
+        self.hang, self._found_at, self._told = hang, self._counters(), tells
+        if tells:
+            _say(f"{hang.text()}\n  {self._what_now()}")
+        if self._trainer.writes:
+            write_dump(Path(self._trainer.run_folder) / "hangs" / f"step-{hang.step:08d}", self._rank)
+        if self._exits:
+            record_error(HangError(hang.headline))
+            os._exit(1)
+
+    def _finding(self, hang: Hang | None) -> str:
+        """What is wrong now, or that nothing is any more, as it stands in the store; never the same text twice."""
+        return json.dumps({"by": self._rank, "at": time.time(), "hang": None if hang is None else asdict(hang)})
+
+    def _over(self) -> None:
+        """The rank moves again."""
+        self.hang = None
+        if self._told:
+            self._store.set(_FOUND, self._finding(None))
+            _say(f"samestep: the run goes on, at step {self._trainer.global_step}.")
+
+    def _what_now(self) -> str:
+        if self._exits:
+            return "hang_action='exit': the run ends now."
+        minutes = f"{self._strategy.allowed.total_seconds():.0f} s"
+        return (
+            f"The run waits on, and ends when a collective has taken {minutes} (the strategy's timeout). "
+            "Trainer(hang_action='exit') ends it at once."
+        )
+
+
+def _key(rank: int) -> str:
+    return f"beat_{rank}"
+
+
+def _get(store: dist.Store, key: str) -> str:
+    """The value of a key, without waiting for one that is not there."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _say(text: str) -> None:
+    bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may hold the line
+    print(f"{bar}{text}", file=sys.stderr, flush=True)
