@@ -151,6 +151,7 @@ class ModelCheckpoint(Callback):
         self._complete = self._planned = _Kept({}, "", [])
         self._last_step = -1
         self._saved_at = time.monotonic()
+        self._validated = False  # in this step
 
     # --- what it knows ---------------------------------------------------------------------
 
@@ -235,7 +236,10 @@ class ModelCheckpoint(Callback):
 
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
         """Save after steps. At an epoch's last step its end saves, when the epoch is complete."""
-        if self.train_time_interval is not None:
+        if self._validated:
+            self._validated = False
+            self._save(trainer)
+        elif self.train_time_interval is not None:
             if trainer.timed_save_agreed and not trainer.is_last_batch:
                 self._save(trainer)
             elif time.monotonic() - self._saved_at > self.train_time_interval.total_seconds():
@@ -244,10 +248,10 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        """Save after a validation inside an epoch, where its metric decides."""
+        """Save after a validation inside an epoch, where its metric decides: when the step it belongs to is over."""
         inside = trainer.fitting and not trainer.sanity_checking and not trainer.epoch_is_over
         if inside and self.every_n_epochs and self.monitor and not self.save_on_train_epoch_end:
-            self._save(trainer)
+            self._validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         """Save after epochs, and after steps that ended one."""

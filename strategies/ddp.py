@@ -27,6 +27,7 @@ from .manual_backward import OurBackwards
 from .optimizer_in_backward import OptimizerInBackward
 from .precision import Precision
 from .process_group_strategy import ProcessGroupStrategy
+from .ready_order import ReadyOrder
 from .same_model import check_same_model
 from .used_parameters import UsedParameters, check_reduced
 
@@ -142,6 +143,11 @@ class DDPStrategy(ProcessGroupStrategy):
         self._compiled: CountedCompile | None = None
         self._hook_is_set_up = False
         self._used: UsedParameters | None = None
+        self._ready_order: ReadyOrder | None = None
+        # Of the run that is resumed, until a model it fits is wrapped, or a first step is taken.
+        self._former_order: Mapping[str, Any] | None = None
+        # Whether the first backwards have something to tell.
+        self._learns = False
         self._batchnorm_group: dist.ProcessGroup | None = None
         self._our_backwards = OurBackwards()
         self._learns_graph = self._settled = False
@@ -229,6 +235,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.comm_hook is not None:
             self.comm_hook.teardown()
         self._optimizers, self._used, self._hook_is_set_up = [], None, False
+        self._former_order = None
 
     def unwrap(self, step: nn.Module) -> None:
         """Give the step back as it was before `wrap`."""
@@ -237,7 +244,9 @@ class DDPStrategy(ProcessGroupStrategy):
         if self._compiled is not None:
             # What was compiled belongs to this wrapper; torch would keep it, and compile no more after eight of them.
             torch.compiler.reset()
-        self._step = self.model = self._in_backward = self._compiled = None
+        if self._ready_order is not None:
+            self._ready_order.forget()
+        self._step = self.model = self._in_backward = self._compiled = self._ready_order = None
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Keep them for the panel, and for updates inside the backward."""
@@ -293,9 +302,14 @@ class DDPStrategy(ProcessGroupStrategy):
         self.model = DistributedDataParallel(step, **keywords)
         if self.compile == "after_ddp":
             self._compiled = CountedCompile(self.model, self.compile_options)
+        if not manual and (arguments.static_graph or not arguments.find_unused_parameters):  # else buckets stay
+            self._ready_order = ReadyOrder(self.model, static_graph=arguments.static_graph)
+            self._lay_out_as_before(self._ready_order)
         self._register_hooks(step, self.model)
         self._used = None
+        self._learns = self._ready_order is not None
         if not manual:
+            self._learns = True
             self._used = UsedParameters(
                 step,
                 finds_unused=arguments.find_unused_parameters,
@@ -303,6 +317,11 @@ class DDPStrategy(ProcessGroupStrategy):
                 ignored=cast("set[str]", self.model.parameters_to_ignore),
             )
         return self._manual_step if manual else self.model
+
+    def _lay_out_as_before(self, order: ReadyOrder) -> None:
+        """In a resumed run, bring the buckets to the layout they had. Before hooks are registered, which see nothing of it."""
+        if self._former_order is not None and order.replay(self._former_order):
+            self._former_order, self._learns_graph = None, False
 
     def _register_hooks(self, step: nn.Module, model: DistributedDataParallel) -> None:
         """How gradients are reduced, and what is updated behind it."""
@@ -420,7 +439,7 @@ class DDPStrategy(ProcessGroupStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward, with the reduction of the gradients over the ranks inside it."""
         model = self.model
-        if model is not None and (self._manual or self._used is not None):
+        if model is not None and (self._manual or self._learns):
             self._before_backward(model, loss)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -433,9 +452,13 @@ class DDPStrategy(ProcessGroupStrategy):
         if self._manual:
             tensors: list[Tensor] = list(_find_tensors(loss))  # pyright: ignore[reportUnknownArgumentType]
             model.reducer.prepare_for_backward(tensors)
-        elif self._used is not None and model.require_backward_grad_sync:
-            used, self._used = self._used, None
-            used.check(loss, self.gather_objects)
+        elif model.require_backward_grad_sync:
+            if self._used is not None:
+                used, self._used = self._used, None
+                used.check(loss, self.gather_objects)
+            if self._ready_order is not None:
+                self._ready_order.begin_backward()
+            self._learns = self._ready_order is not None and not self._ready_order.is_known
 
     def gradients_are_finite(self, optimizer: Optimizer) -> bool:
         """Look at the gradients. Those that DDP is told to ignore may differ from rank to rank: then ranks ask each other."""
@@ -468,7 +491,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _settle(self) -> None:
         """The first step is done: all ranks are where they should be, and torch knows a static graph."""
-        self._settled, self._learns_graph = True, False
+        self._settled, self._learns_graph, self._former_order = True, False, None
         self.allow(self.timeout)
 
     def _share_found_inf(self, optimizer: Optimizer) -> None:
@@ -487,6 +510,18 @@ class DDPStrategy(ProcessGroupStrategy):
         return work.get_future().then(lambda future: future.value()[0])  # pyright: ignore
 
     # --- state -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler, and what DDP's buckets are laid out by."""
+        state = super().state_dict()
+        if self._ready_order is not None:
+            state["ready_order"] = self._ready_order.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back the scaler; the buckets are laid out by `wrap`."""
+        super().load_state_dict(state)
+        self._former_order = state.get("ready_order")
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What the communication hook keeps of each rank's own; and the optimizers, where they differ with the ranks."""

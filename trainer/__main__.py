@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS: dict[str, str] = {"chaos": "chaos", "ckpt": "ckpt"}
+COMMANDS: dict[str, str] = {"chaos": "chaos", "ckpt": "ckpt", "verify-resume": "verify_resume"}
 """Each command, and the module in `commands/` that holds it. These import torch where they need it, not at their head."""
 
 

@@ -20,6 +20,7 @@ from .data.transfer import move_to_device
 from .hooks import HookTable, check_takes_all_arguments, overrides
 from .loop import with_batch_index
 from .metric_log import Logged, MetricLog
+from .metric_objects import reset_updated
 from .metric_states import updates_of
 from .predictions import Gathered, Kept
 from .task import Task
@@ -121,6 +122,7 @@ class EvaluationLoop:
                             on_cpu = move_to_device(output, torch.device("cpu"))
                             kept[index].add(on_cpu, len(trainer.batch_indices or ()), batch_idx)
                         if control is not None and batch_idx < shared[index] and control.leaves():
+                            reset_updated(task, held)  # or the run that goes on would count these batches twice
                             raise EvaluationEnded
             log.batch = trainer.batch_indices = None
             if before is not None:

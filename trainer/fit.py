@@ -52,7 +52,15 @@ class FitRun:
         """All ranks agreed to leave after a signal; followed behind the running step."""
         self.deadline: float | None = None
         self._checkpoint = checkpoint
-        self._rng_inside_epoch: dict[str, Any] | None = None
+        self._rank_state = None if checkpoint is None else read_rank_state(checkpoint, trainer.global_rank)
+        """What the checkpoint has of this rank alone."""
+        self._other_ranks = checkpoint is not None and checkpoint.manifest["world_size"] != trainer.world_size
+        if self._rank_state is not None and self._other_ranks:  # the rest is one of as many parts as there were ranks
+            self._rank_state = {key: value for key, value in self._rank_state.items() if key in ("rng", "strategy")}
+        self.between_steps = True
+        """Whether no validation and no end of an epoch is running: a checkpoint of that moment could not be resumed."""
+        self.cut_short: dict[str, Any] | None = None
+        """Of an epoch that ended before its last batch, what was logged in it: a resumed run ends it once more, whole."""
         config = trainer.config
         self.uneven = self._uneven_policy()
         """What happens when loaders end apart: "stop" or "join"; None: they can't."""
@@ -77,12 +85,14 @@ class FitRun:
         trainer.optimizers, trainer.lr_scheduler_configs = configure_optimizers(self.task)
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
-            restore(trainer, self._checkpoint, training=True)
+            restore(trainer, self._checkpoint, training=True, rank_state=self._rank_state)
             if trainer.global_step:  # else torch warns of a scheduler that moves before its optimizer has stepped
                 for optimizer in trainer.optimizers:
                     optimizer._opt_called = True  # pyright: ignore
         compare(trainer.strategy, optimizers_of(trainer.optimizers), "optimizers")
-        loop = TrainingLoop(self)
+        self._loop = loop = TrainingLoop(self)
+        trainer.training_loop = loop
+        self.cleanup.callback(loop.let_go)
         if not callable(loop.model):
             raise TypeError(
                 f"{type(trainer.strategy).__name__}.wrap returned {loop.model!r}: expected what is to be called for a step."
@@ -97,11 +107,13 @@ class FitRun:
         trainer.signals.control = self.control  # from here on there is somebody who asks
         if self._checkpoint is None:
             self._sanity_check()
-        self._restore_rng()
+        self._restore_loop()
         limit = config.time_limit()
         self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         trainer.training, trainer.active_log = True, loop.log
         self._call("on_train_start")
+        if not trainer.progress.batch_idx:
+            self.take_up()
         if self._checkpoint is not None:  # the run before may have been stopped, and saved when it was
             self.follow(self.control.settle())
         return loop
@@ -184,22 +196,33 @@ class FitRun:
         if self.trainer.config.seed is not None or self.trainer.world_size > 1:
             seed_everything(derived_seed(self.trainer.seed, self.trainer.global_rank, "rank"))
 
-    def _restore_rng(self) -> None:
-        """Take up the random numbers where the checkpoint left them.
-
-        Between epochs that is before the loader begins, which draws from them; inside an epoch it is after.
-        """
+    def _restore_loop(self) -> None:
+        """Give loop and strategy back what the next step depends on."""
         if self._checkpoint is None:
             return
-        state = read_rank_state(self._checkpoint, self.trainer.global_rank)
-        if state is None:  # on more ranks than before, the new ones have numbers of their own
+        if "loop" in self._checkpoint.training:
+            self._loop.load_state_dict(self._checkpoint.training["loop"])
+        if self._rank_state is None:  # on more ranks than before, the new ones have numbers of their own
             seed_everything(derived_seed(self.trainer.seed, self.trainer.global_rank, "rank", self.trainer.global_step))
-            return
-        self.trainer.strategy.load_rank_state_dict(state.get("strategy", {}))
-        if self.trainer.progress.batch_idx:
-            self._rng_inside_epoch = state["rng"]
         else:
-            set_rng_state(state["rng"])
+            self.trainer.strategy.load_rank_state_dict(self._rank_state.get("strategy", {}))
+
+    def take_up(self) -> None:
+        """In a resumed run, go on with the random numbers, and with what was logged so far in the epoch.
+
+        Behind the hooks that run once more, which may draw and log: `on_train_start`, and inside an epoch
+        `on_train_epoch_start`. There, the loader has begun before, which draws, too.
+        """
+        state, self._rank_state = self._rank_state, None
+        if state is None:
+            return
+        set_rng_state(state["rng"])
+        if "metrics" in state:
+            self._loop.load_metrics_state_dict(state["metrics"])
+        elif self._other_ranks and self.trainer.progress.batch_idx:
+            self.trainer.print(
+                "on another number of ranks: what this epoch logs as its own covers the batches after the resume only"
+            )
 
     def _sanity_check(self) -> None:
         batches = self.trainer.config.num_sanity_val_steps
@@ -209,11 +232,14 @@ class FitRun:
         self._call("on_sanity_check_start")
         try:
             with kept_rng():  # training draws the same random numbers with and without it
+                self.between_steps = False
                 self._evaluation.run(most=None if batches < 0 else batches, control=self.control)
+                self.between_steps = True
         except EvaluationEnded:
             self.leave()
         self._call("on_sanity_check_end")
         self.trainer.sanity_checking = False
+        self.trainer.write_waiting_saves()
 
     # --- what the loop asks for ------------------------------------------------------------
 
@@ -340,12 +366,6 @@ class FitRun:
             if mine or state:
                 callback.load_state_dict(state)
 
-    def after_loader_started(self) -> None:
-        """The loader has drawn from the random numbers: now a resume inside an epoch takes up its own."""
-        if self._rng_inside_epoch is not None:
-            set_rng_state(self._rng_inside_epoch)
-            self._rng_inside_epoch = None
-
     def log_step(self, log: MetricLog, skipped: SkippedSteps | None) -> None:
         """Reduce and publish the values of a step."""
         logged = log.reduce_step()
@@ -362,10 +382,13 @@ class FitRun:
         `whole`: it went to its last batch, so that a resumed run begins the next one.
         """
         trainer, progress = self.trainer, self.trainer.progress
+        self.between_steps = False
         if whole:
             progress.epochs_done = progress.epoch + 1
             if self._validation_due_at_end():
                 self.validate(log)
+        else:
+            self.cut_short = self._loop.metrics_state_dict()
         trainer.publish(log.reduce_epoch(with_step=True), log)
         if self.hooks.on_train_epoch_end:  # they may read what is there, and log more
             self._call("on_train_epoch_end")
@@ -374,8 +397,10 @@ class FitRun:
         trainer.active_log = None
         if whole:
             self.step_epoch_schedulers()
+        self.between_steps = True
         for hook in self.hooks.monitor_train_epoch_end:
             hook(trainer, self.task)
+        trainer.write_waiting_saves()
         self.follow(self.control.settle())
         if self.leaving:
             self.leave()
@@ -385,6 +410,7 @@ class FitRun:
     def leave(self) -> NoReturn:
         """Save so that the run can go on from here, whatever is due, and end it. All ranks come here at the same step."""
         trainer = self.trainer
+        self.between_steps = True
         keeper = trainer.checkpoint_callback
         name = name_of(self.control.signal)
         where = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
@@ -452,6 +478,7 @@ class FitRun:
             self._leave_before_validation()
         random_numbers = rng_state()
         trainer.training, trainer.validating = False, True
+        before, self.between_steps = self.between_steps, False
         if overrides(self.task, "on_validation_model_zero_grad", Task):
             self.task.on_validation_model_zero_grad()
         try:
@@ -461,6 +488,7 @@ class FitRun:
             self._leave_before_validation()
         trainer.training, trainer.validating = True, False
         trainer.active_log = log
+        self.between_steps = before
 
     def _leave_before_validation(self) -> NoReturn:
         """Leave as if the validation that is due had not begun: the run that goes on from here begins with it."""

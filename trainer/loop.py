@@ -8,7 +8,7 @@ step:   for each micro-batch of the window: forward, backward;  then clip, updat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from .data.windows import Window, windows
 from .divergence import SkippedSteps
 from .hooks import overrides
 from .metric_log import MetricLog
+from .metric_objects import load_metric_states, metric_states
 from .task import Task
 from .weighted_loss import WeightedLoss, agreed
 
@@ -103,6 +104,37 @@ class TrainingLoop:
         if trainable != self.trainable:
             self.trainable = trainable
             self.model = self.strategy.wrap(self.step_module, manual=not self.task.automatic_optimization)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a run could go on from here: no step, validation or end of an epoch is under way."""
+        return self.run.between_steps and not self.log.in_step
+
+    def let_go(self) -> None:
+        """Drop what the strategy wrapped; what a checkpoint needs stays."""
+        del self.model
+
+    # --- state -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, and is the same on all ranks."""
+        return {"weighted": self.weighted, "weights": self.weights.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.weighted = state["weighted"]
+        self.weights.load_state_dict(state["weights"])
+
+    def metrics_state_dict(self) -> dict[str, Any]:
+        """What this rank has logged and counted and nobody has read yet; of an epoch that was cut short, all of it."""
+        if self.run.cut_short is not None:
+            return self.run.cut_short
+        return {"log": self.log.state_dict(), "objects": metric_states(self.task)}
+
+    def load_metrics_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from there."""
+        self.log.load_state_dict(state["log"])
+        load_metric_states(self.task, state["objects"])
 
     # --- one step --------------------------------------------------------------------------
 
@@ -227,15 +259,16 @@ class TrainingLoop:
     def train_epoch(self) -> None:
         """Train one epoch, or what is left of it: its steps, and after each what is due."""
         run, trainer, progress, log, control = self.run, self.trainer, self.progress, self.log, self.control
+        run.cut_short = None
         batches = run.batches_of_epoch(progress.epoch)
         length = self.length = run.length
-        run.after_loader_started()
         trainer.active_log = log
         self.skip_epoch = trainer.is_last_batch = False
         for hook in self.hooks.on_train_epoch_start:
             hook(trainer, self.task)
         self.wrap()
         self.strategy.check_same_parameters(self.task)
+        run.take_up()
         if run.next_validation <= progress.batch_idx != length:  # a signal ended the run before in it
             run.validate(log)
             for hook in self.hooks.on_train_step_end:
@@ -255,6 +288,8 @@ class TrainingLoop:
                 run.validate(log)
             for hook in self.hooks.on_train_step_end:
                 hook(trainer, self.task)
+            if trainer.waiting_saves:
+                trainer.write_waiting_saves()
             if run.leaving and progress.batch_idx != length:
                 run.leave()
             if self.skip_epoch or run.is_done():

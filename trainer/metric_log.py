@@ -132,10 +132,12 @@ class MetricLog:
         if entry is None or (entry.flags != flags and 0 < entry.step <= self._epoch_step):
             entry = self._entries[name] = self._new_entry(name, value, flags)
         elif entry.flags != flags:
-            raise ValueError(
-                f"self.log({name!r}) was called with other arguments before in this epoch: expected the same in each "
-                "call, or another name."
-            )
+            if entry.flags != _plain(flags):
+                raise ValueError(
+                    f"self.log({name!r}) was called with other arguments before in this epoch: expected the same in each "
+                    "call, or another name."
+                )
+            entry.flags = flags  # it came from a checkpoint, which can't hold a function
         if entry.metric is not None:
             if entry.on_epoch:
                 entry.total = 0.0
@@ -243,6 +245,40 @@ class MetricLog:
             choose = torch.minimum if entry.reduction == "min" else torch.maximum
             entry.total = choose(*(torch.as_tensor(v, dtype=torch.float64) for v in (entry.total, value)))
         entry.weight += size
+
+    # --- state -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has logged and nobody has read yet, in plain types."""
+        entries: list[dict[str, Any]] = []
+        paths = _paths_in(self._task)
+        for entry in self._entries.values():
+            kept = {name: getattr(entry, name) for name in _KEPT}
+            kept["flags"] = list(_plain(entry.flags))
+            kept["total"] = _copied(entry.total)
+            kept["step_values"] = [[_copied(value), size] for value, size in entry.step_values]
+            kept["metric"] = None if entry.metric is None else _attribute_path(paths, entry.name, entry.metric)
+            entries.append(kept)
+        steps = [self.step, self._reduced_step, self._epoch_step]
+        return {"entries": entries, "steps": steps, "batches": dict(self.batches)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.step, self._reduced_step, self._epoch_step = state["steps"]
+        self.batches = dict(state["batches"])
+        device = self._strategy.device
+        self._entries = {}
+        for kept in state["entries"]:
+            metric = None if kept["metric"] is None else self._task.get_submodule(kept["metric"])
+            flags = cast("Flags", tuple(kept["flags"]))
+            entry = Entry(
+                kept["name"], flags, kept["on_step"], kept["on_epoch"], kept["reduction"], kept["shared"], metric
+            )
+            for name in ("loader", "suffixed", "step", "weight"):
+                setattr(entry, name, kept[name])
+            entry.total = _copied(kept["total"], device)
+            entry.step_values = [(_copied(value, device), size) for value, size in kept["step_values"]]
+            self._entries[entry.name] = entry
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -356,6 +392,19 @@ class MetricLog:
     def unshared_names(self) -> list[str]:
         """Names whose values differ from rank to rank, which nothing may monitor."""
         return [name for name, entry in self._entries.items() if not entry.shared and self._strategy.world_size > 1]
+
+
+_KEPT = ("name", "on_step", "on_epoch", "reduction", "shared", "loader", "suffixed", "step", "weight")
+
+
+def _plain(flags: Flags) -> Flags:
+    """The flags with the name of a reduction in place of its function."""
+    reduce_fx = flags[4]
+    return flags if isinstance(reduce_fx, str) else (*flags[:4], _FUNCTIONS.get(reduce_fx, ""), *flags[5:])
+
+
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    return value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _step_value(entry: Entry) -> float:

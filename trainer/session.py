@@ -193,6 +193,7 @@ def _teardown(trainer: Trainer, stage: str, failure: BaseException | None) -> No
 def _report(trainer: Trainer, error: BaseException) -> None:
     """Tell the error file, from which torch's agent shows the first failure of all ranks; then who wants to know."""
     record_error(error)
+    trainer.fitting = False  # a checkpoint that is asked for now is written now: no step will end any more
     if trainer.control.in_flight:
         process_groups.abandon()
     told: list[Callable[[], Any]] = [

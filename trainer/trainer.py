@@ -40,6 +40,7 @@ from .fit import FitRun
 from .fit_loaders import FitLoaders
 from .hangs import HangWatch
 from .hooks import overrides
+from .loop import TrainingLoop
 from .metric_log import Logged, MetricLog
 from .misnomers import check_names
 from .optimization import SchedulerConfig
@@ -166,6 +167,10 @@ class Trainer:
         self._unshared: set[str] = set()
         self.metric_steps: dict[str, int] = {}
         """The optimizer step at which each of `callback_metrics` was reduced."""
+        self.training_loop: TrainingLoop | None = None
+        """Of the last fit."""
+        self.waiting_saves: list[Path] = []
+        """Checkpoints that were asked for inside a step, a validation or the end of an epoch: they are written behind it."""
         self.running = ""
         """The stage that is running: `fit`, `validate`, `test` or `predict`; empty between runs."""
         self.evaluation_batches: float = 0
@@ -216,9 +221,14 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         _check_task(model, "fit", ("training_step", "configure_optimizers"))
+        if (plan := os.environ.get("SAMESTEP_VERIFY_RESUME")) is not None:
+            from .resume_check.probe import join
+
+            ckpt_path = join(self, plan, ckpt_path)
         self.plan = None  # that of the fit before
         with session(self, "fit", model, datamodule) as hooks:
             self._stop_asked, self.stop_reason = False, None
+            self.training_loop, self.waiting_saves = None, []
             self.control = ControlWord(self.strategy)
             checkpoint = checkpoint_to_resume(self, ckpt_path)
             self.fitting = True
@@ -309,6 +319,9 @@ class Trainer:
     def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
         """Write a checkpoint into the folder `filepath`.
 
+        Asked for inside a step, a validation, or the end of an epoch, it is written when that is over: a run can't go on
+        from half of it. With `weights_only` it is written at once.
+
         All ranks must call it, at the same place, as each writes its share: never under `if trainer.is_global_zero:`.
         There, ranks that go on to another collective of the trainer are told so at once; one that goes on to the next
         backward waits for this one until the strategy's timeout (10 minutes), which then names the collective.
@@ -317,8 +330,19 @@ class Trainer:
             CheckpointError: no run has begun, or it could not be written.
             RuntimeError: another rank is at another place.
         """
-        with self._timed_save():
-            save(self, Path(filepath), weights_only=weights_only)
+        loop = self.training_loop
+        if self.fitting and not weights_only and loop is not None and not loop.is_between_steps:
+            self.waiting_saves.append(Path(filepath))
+        else:
+            with self._timed_save():
+                save(self, Path(filepath), weights_only=weights_only)
+
+    def write_waiting_saves(self) -> None:
+        """Write the checkpoints that were asked for where none could be taken. Called by the loop, on all ranks."""
+        waiting, self.waiting_saves = self.waiting_saves, []
+        for path in dict.fromkeys(waiting):
+            with self._timed_save():
+                save(self, path)
 
     def start_checkpoint(
         self,

@@ -7,7 +7,7 @@ gradients are brought to it then, by one small reduction and one pass over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ class WeightedLoss:
         self._strategy = strategy
         self._sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
         self._estimate = torch.ones_like(self._sum)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The estimate, which all ranks share: with another one the gradients would be rounded otherwise."""
+        return {"estimate": self._estimate.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._estimate = state["estimate"].to(self._estimate.device)
 
     def divide(self, loss: Tensor, weight: Any) -> Tensor:
         """The loss for the backward of a micro-batch; its weight is added up.

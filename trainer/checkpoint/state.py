@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from ..randomness import rng_state
 from .background import Following
 from .folder import CheckpointError
 from .plain import check_plain
-from .read import Checkpoint, read_rank_state
+from .read import Checkpoint
 from .snapshot import compact
 from .staging import release
 from .weights import split_tensors
@@ -51,19 +51,39 @@ def training_state(trainer: Trainer, *, weights_only: bool = False) -> dict[str,
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "callbacks": {
-            key: state
-            for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True)
-            if (state := callback.state_dict())
-        },
+        "callbacks": _callback_states(trainer),
         "strategy": strategy.state_dict(),
         "seed": trainer.seed,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "metric_steps": dict(trainer.metric_steps),
         "position": None if trainer.position is None else trainer.position.state(),
     }
+    if trainer.training_loop is not None:
+        state["loop"] = trainer.training_loop.state_dict()
     if trainer.datamodule is not None and (data_state := trainer.datamodule.state_dict()):
         state["datamodule"] = data_state
+    return state
+
+
+def _callback_states(trainer: Trainer) -> dict[str, Any]:
+    keyed = zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True)
+    return {key: state for key, callback in keyed if (state := callback.state_dict())}
+
+
+def state_of_rank(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
+    """Everything of this rank's own file."""
+    state: dict[str, Any] = {"rng": rng_state()}
+    if weights_only:
+        return state
+    if own := trainer.strategy.rank_state_dict():
+        state["strategy"] = own
+    data = trainer.training_data
+    if data is not None and (where := data.state_dict(trainer.progress.batch_idx)):
+        state["loader"] = where
+    if trainer.training_loop is not None:
+        state["metrics"] = trainer.training_loop.metrics_state_dict()
+    if trainer.strategy.uneven_inputs == "join":  # some ranks have had fewer micro-batches, and fewer hooks
+        state |= {"progress": trainer.progress.state_dict(), "callbacks": _callback_states(trainer)}
     return state
 
 
@@ -125,12 +145,7 @@ def _content(trainer: Trainer, *, weights_only: bool) -> Content:
         callback.on_save_checkpoint(trainer, task, checkpoint)
     task.on_save_checkpoint(checkpoint)
     tensors, extra = split_tensors(checkpoint.pop("state_dict"))
-    rank_state: dict[str, Any] = {"rng": rng_state()}
-    if not weights_only and (own := strategy.rank_state_dict()):
-        rank_state["strategy"] = own
-    data = trainer.training_data
-    if not weights_only and data is not None and (where := data.state_dict(trainer.progress.batch_idx)):
-        rank_state["loader"] = where
+    rank_state = state_of_rank(trainer, weights_only=weights_only)
     check_plain(checkpoint, "checkpoint")
     check_plain(extra, "the extra state of the model")
     check_plain(rank_state, "the rank's state")
@@ -148,13 +163,16 @@ def _content(trainer: Trainer, *, weights_only: bool) -> Content:
     return Content(tensors if first else {}, checkpoint if first else {}, rank_state, description)
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None:
+def restore(
+    trainer: Trainer, checkpoint: Checkpoint, *, training: bool, rank_state: Mapping[str, Any] | None = None
+) -> None:
     """Bring task and trainer to a checkpoint's state. Random numbers come back later, when the loader has begun.
 
     Args:
         trainer: the run.
         checkpoint: what was read.
         training: also optimizers, schedulers, callbacks and progress.
+        rank_state: what it has of this rank alone.
 
     Raises:
         CheckpointError: it does not fit the task, its optimizers, or the number of ranks.
@@ -186,13 +204,15 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, training: bool) -> None
                 f"{checkpoint.path} does not fit the {type(optimizer).__name__} of configure_optimizers: {error}"
             ) from error
     strategy.load_state_dict(state.get("strategy", {}))
+    own = rank_state or {}
+    state |= {key: own[key] for key in ("progress", "callbacks") if key in own}
     for config, theirs in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(theirs)
     for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True):
         if key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][key])
     trainer.progress.load_state_dict(state["progress"])
-    _find_place(trainer, checkpoint, Position.from_state(state.get("position")))
+    _find_place(trainer, checkpoint, Position.from_state(state.get("position")), own.get("loader", {}))
     trainer.callback_metrics |= {name: torch.tensor(v, dtype=torch.float64) for name, v in state["metrics"].items()}
     trainer.metric_steps |= state["metric_steps"]
 
@@ -216,7 +236,7 @@ def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Traine
             )
 
 
-def _find_place(trainer: Trainer, checkpoint: Checkpoint, then: Position | None) -> None:
+def _find_place(trainer: Trainer, checkpoint: Checkpoint, then: Position | None, loader_state: dict[str, Any]) -> None:
     """Let the training loader go on where it stood, on as many ranks or on others.
 
     Raises:
@@ -232,9 +252,8 @@ def _find_place(trainer: Trainer, checkpoint: Checkpoint, then: Position | None)
             "end."
         )
     if then.world_size == now.world_size:
-        state = read_rank_state(checkpoint, trainer.global_rank) or {}
         try:
-            loader.load_state_dict(state.get("loader", {}), inside=inside)
+            loader.load_state_dict(loader_state, inside=inside)
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.path}: {error}") from error
     if inside:

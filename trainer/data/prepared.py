@@ -200,7 +200,7 @@ class PreparedLoader:
             left = self._with_notes(left, skip)
         if self.length is None or (self.stateful is not None and self.limit is None):
             return left  # to its end, which a loader with a state wants to see
-        return islice(left, self.length - skip)
+        return islice(left, max(0, self.length - skip))  # joined ranks count on
 
     # --- where it is -----------------------------------------------------------------------
 
