@@ -50,6 +50,7 @@ class Options:
     learning_rate: float = 4e-3
     warmup: float = 0.1  # share of all steps
     compile: Literal["off", "before_ddp", "after_ddp"] = "off"
+    ckpt_path: str | None = "auto"  # go on in trainer.default_root_dir, if a checkpoint is there
     save_every: int = 50  # steps
 
 
@@ -180,7 +181,7 @@ def main() -> None:
     )
     task = CharGPT(options.layers, options.width, options.heads, options.context, options.learning_rate, options.warmup)
     data = PythonSources(options)
-    trainer.fit(task, datamodule=data, ckpt_path="auto")
+    trainer.fit(task, datamodule=data, ckpt_path=options.ckpt_path)
 
     # From here on the program runs on every rank.
     result = trainer.validate(task, datamodule=data, verbose=False)[0]
