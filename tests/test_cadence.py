@@ -318,13 +318,8 @@ def test_a_resume_at_any_moment_leaves_one_point_for_each_step_and_name(tmp_path
         shutil.copytree(tmp_path / "run", tmp_path / "again")
         earlier(tmp_path / "again" / "tensorboard")
         log_all(tmp_path / "again", checkpoint)
-        # Means of an epoch that was resumed inside cover what is left of it: at its last step nothing.
-        means = {"step-4": [8], "step-8": [4]}.get(checkpoint.name, [4, 8])
         for name, read in READERS.items():
-            points = read(tmp_path / "again" / name)
-            assert [step for step, _ in points.pop("loss_epoch")] == means, (checkpoint.name, name)
-            assert points == {key: whole[name][key] for key in points}, (checkpoint.name, name)
-            assert len(points) == 4
+            assert read(tmp_path / "again" / name) == whole[name], (checkpoint.name, name)
         shutil.rmtree(tmp_path / "again")
 
 
