@@ -15,7 +15,7 @@ from samestep.strategies import DDPStrategy, SingleDeviceStrategy
 from samestep.trainer import Task, Trainer
 from samestep.trainer.config import OPTION_NAMES
 from tasks import Regression, ScalarWeight, loader, quiet_trainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "accelerator": ["tpu", "gpu"],
@@ -53,6 +53,9 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "detect_anomaly": ["x"],
     "use_distributed_sampler": [1],
     "sync_batchnorm": ["yes"],
+    "reload_dataloaders_every_n_epochs": [-1, 1.5],
+    "per_sample_seed": [1],
+    "resume_batch": ["same"],
     "skip_nonfinite": [0, 1.5, True],
     "hang_timeout": [0, -1.0, "10", True, float("nan")],
     "hang_action": ["kill"],
@@ -222,11 +225,6 @@ class Optimizers(ScalarWeight):
         }[self.what]
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from torch.ones(8)
-
-
 def ones(samples: int = 8, **options: Any) -> DataLoader[Any]:
     return DataLoader(torch.ones(samples), **{"batch_size": 2, **options})
 
@@ -260,7 +258,7 @@ def fit(what: str) -> None:
     elif what == "not iterable":
         data = 5
     elif what == "several":
-        data = {"a": ones(), "b": ones()}
+        data = {"a": ones(), "b": 5}
     elif what == "no validation step":
         val = ones()
     elif what == "share":
@@ -275,8 +273,6 @@ def fit(what: str) -> None:
         options |= {"gradient_clip_val": 1.0}
     elif what == "monitor":
         options |= {"callbacks": [EarlyStopping("val/acc")]}
-    elif what == "stream":
-        data = DataLoader(Stream(), batch_size=2)
     elif what == "no length":
         data = type("Endless", (), {"__iter__": lambda self: iter(ones())})()
         options |= {"strategy": DDPStrategy(uneven_inputs="error")}
@@ -312,7 +308,7 @@ ON_ANY_RANKS = {
     "no loader": "fit has no training loader",
     "iterator": "used up after one epoch",
     "not iterable": "the training loader is a int",
-    "several": "a dict of loaders, which is not supported yet",
+    "several": "b.* is a int: expected a DataLoader",
     "no validation step": "ScalarWeight has no validation_step",
     "share": "limit_train_batches=0.01 of . training batches is none",
     "nothing to train": "leaves no batch to train on",
@@ -322,7 +318,6 @@ ON_ANY_RANKS = {
     "no logger": "LearningRateMonitor needs a logger",
 }
 ON_SEVERAL_RANKS = {
-    "stream": "reads an IterableDataset: on 2 ranks every rank would read all of it",
     "no length": "has no length: on 2 ranks one could end before the others",
 }
 

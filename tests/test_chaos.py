@@ -39,7 +39,9 @@ class Broken(Dataset[Any]):
 
 def build(folder: str, **options: Any) -> Trainer:
     strategy = DDPStrategy(timeout=timedelta(seconds=4), startup_timeout=timedelta(seconds=8))
-    keep = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    keep = ModelCheckpoint(
+        every_n_train_steps=2, save_top_k=-1, asynchronous=False
+    )  # so that the newest is that of the newest step
     return quiet_trainer(**{
         "max_epochs": 2, "precision": 64, "seed": 1, "enable_checkpointing": True, "default_root_dir": folder,
         "strategy": strategy, "callbacks": [keep], "num_sanity_val_steps": 1, "val_check_interval": 3, **options,

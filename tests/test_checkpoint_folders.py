@@ -213,8 +213,8 @@ def resume_with(folder: str, samples: int, accumulate: int, ckpt_path: str | Non
 @pytest.mark.parametrize(
     ("samples", "accumulate", "message"),
     [
-        (34, 1, "with a training set of 32 samples; resuming inside an epoch with a training set of 34 samples"),
-        (32, 2, "with windows of 1 micro-batch; resuming inside an epoch with windows of 2 micro-batches"),
+        (34, 1, "with a training set of 32 samples; here it would go on with a training set of 34 samples"),
+        (32, 2, "with windows of 1 micro-batch; here it would go on with windows of 2 micro-batches"),
     ],
 )
 def test_other_data_and_other_windows_are_refused_inside_an_epoch(
@@ -233,7 +233,7 @@ def resume_on_two(folder: str, path: str) -> None:
 def test_the_refusal_is_the_same_on_every_rank(tmp_path: Path) -> None:
     paths = run_ranks(resume_with, 2, str(tmp_path / "a"), 32, 1, None)[0]
     for error in errors_of_ranks(resume_on_two, 2, str(tmp_path / "b"), paths[0]):
-        assert "Use the same data, or a checkpoint of an epoch's end" in error
+        assert "Use the same data, or resume from a checkpoint of an epoch's end" in error
 
 
 # --- buffers ---------------------------------------------------------------------------------

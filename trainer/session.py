@@ -70,10 +70,8 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
         try:
             end_with_launcher()
             trainer.strategy.setup()
-            _agree(trainer)
+            _agree(trainer, stage)
             _watch(trainer, cleanup)
-            if stage == "fit" and trainer.is_global_zero:
-                write_status(trainer, "running")
             _prepare_data(trainer)
             prepared = True
             if datamodule is not None:
@@ -117,18 +115,24 @@ def check_initialized(task: Task) -> None:
             )
 
 
-def _agree(trainer: Trainer) -> None:
+def _agree(trainer: Trainer, stage: str) -> None:
     """The same options on all ranks; one seed and one run folder, decided by rank 0 once."""
+    folder_is_known = trainer.has_run_folder
+    if trainer.is_global_zero:
+        if not folder_is_known:
+            name, restart = type(trainer.task).__name__, trainer.strategy.environment.restart
+            trainer.run_folder = make_run_folder(name, restart) if trainer.writes else name_of_run(name)
+        if stage == "fit":
+            write_status(trainer, "running")  # before the others go on: one that fails writes over it
     compare(trainer.strategy, options_of(trainer.config, trainer.strategy), "options")
     seed = trainer.config.seed
     if seed is None:
         # What the program seeded torch with, or the random number torch seeded itself with.
         seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63, name="seed")
     trainer.seed = seed
-    if not trainer.has_run_folder:
-        name, restart = type(trainer.task).__name__, trainer.strategy.environment.restart
-        folder = make_run_folder(name, restart) if trainer.is_global_zero and trainer.writes else name_of_run(name)
-        trainer.run_folder = Path(trainer.strategy.broadcast(os.fspath(folder), name="run folder"))
+    if not folder_is_known:
+        folder = os.fspath(trainer.run_folder) if trainer.is_global_zero else ""
+        trainer.run_folder = Path(trainer.strategy.broadcast(folder, name="run folder"))
 
 
 def _watch(trainer: Trainer, cleanup: ExitStack) -> None:
