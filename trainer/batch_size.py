@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from .data.source import DataSource
 from .loop import loss_of, with_batch_index
-from .metric_log import MetricLog
+from .metrics.log import MetricLog
 from .optimization import configure_optimizers
 from .randomness import kept_rng
 from .session import check_initialized, session

@@ -19,9 +19,9 @@ from .data.source import Transfer
 from .data.transfer import move_to_device
 from .hooks import HookTable, check_takes_all_arguments, overrides
 from .loop import with_batch_index
-from .metric_log import Logged, MetricLog
-from .metric_objects import reset_updated
-from .metric_states import updates_of
+from .metrics.exchange import updates_of
+from .metrics.log import Logged, MetricLog
+from .metrics.objects import reset_updated
 from .predictions import Gathered, Kept
 from .task import Task
 

@@ -19,7 +19,7 @@ from .evaluation import VALIDATION, EvaluationEnded, EvaluationLoop
 from .fit_loaders import FitLoaders
 from .hooks import HookTable, overrides
 from .loop import TrainingLoop
-from .metric_log import MetricLog
+from .metrics.log import MetricLog
 from .optimization import SchedulerConfig, configure_optimizers
 from .plan import make_plan
 from .randomness import derived_seed, kept_rng, rng_state, seed_everything, set_rng_state

@@ -20,8 +20,8 @@ from .data.uneven import uneven_windows
 from .data.windows import Window, windows
 from .divergence import SkippedSteps
 from .hooks import overrides
-from .metric_log import MetricLog
-from .metric_objects import load_metric_states, metric_states
+from .metrics.log import MetricLog
+from .metrics.objects import load_metric_states, metric_states
 from .task import Task
 from .weighted_loss import WeightedLoss, agreed
 

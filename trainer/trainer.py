@@ -41,7 +41,7 @@ from .fit_loaders import FitLoaders
 from .hangs import HangWatch
 from .hooks import overrides
 from .loop import TrainingLoop
-from .metric_log import Logged, MetricLog
+from .metrics.log import Logged, MetricLog
 from .misnomers import check_names
 from .optimization import SchedulerConfig
 from .placement import choose_strategy, place

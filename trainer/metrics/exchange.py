@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..strategies.base import Strategy
-from .data.transfer import move_to_device
+from ...strategies.base import Strategy
+from ..data.transfer import move_to_device
 
 
 def is_torchmetric(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..strategies.base import Strategy
+from ...strategies.base import Strategy
 
 # Numbers in the frame: the digest, then two for each name.
 HEADER = 1

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..strategies.base import Strategy
-from .data.transfer import batch_size_of
-from .metric_reduction import LAST_STEP, METRIC, Name, Row, agree_on_names, reduce_rows
-from .metric_states import is_torchmetric, states_of_all_ranks
+from ...strategies.base import Strategy
+from ..data.transfer import batch_size_of
+from .exchange import is_torchmetric, states_of_all_ranks
+from .reduction import LAST_STEP, METRIC, Name, Row, agree_on_names, reduce_rows
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _FUNCTIONS: dict[Any, str] = {
@@ -178,7 +178,7 @@ class MetricLog:
 
         Args:
             training: what is logged in the epoch around this evaluation.
-            held: how often each object was updated that held samples before it, as `metric_states.updates_of` says.
+            held: how often each object was updated that held samples before it, as `exchange.updates_of` says.
 
         Raises:
             ValueError: names one that is logged in either.
