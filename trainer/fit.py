@@ -86,6 +86,7 @@ class FitRun:
         trainer.strategy.prepare_optimizers(trainer.optimizers, self.task)
         if self._checkpoint is not None:
             restore(trainer, self._checkpoint, training=True, rank_state=self._rank_state)
+            self._count_validations_anew(self._checkpoint)
             if trainer.global_step:  # else torch warns of a scheduler that moves before its optimizer has stepped
                 for optimizer in trainer.optimizers:
                     optimizer._opt_called = True  # pyright: ignore
@@ -117,6 +118,13 @@ class FitRun:
         if self._checkpoint is not None:  # the run before may have been stopped, and saved when it was
             self.follow(self.control.settle())
         return loop
+
+    def _count_validations_anew(self, checkpoint: Checkpoint) -> None:
+        """Where batches are other ones now: the one that comes due by that is not made up for."""
+        progress, interval = self.trainer.progress, self._validation_interval
+        before = checkpoint.training["progress"].get("batches_since_validation", 0)
+        if self._other_ranks and isinstance(interval, int) and before < interval:
+            progress.batches_since_validation %= interval
 
     def finish(self) -> None:
         """Announce the end, and say why it came early, or that it came to nothing."""
