@@ -101,8 +101,11 @@ class FirstCause:
             return self.tell(End(left[0], "failed", "its program ended, while the other ranks went on", exit_code=0))
         if silent:
             ranks = ", ".join(map(str, silent))
+            if timed_out:
+                told = f"no word from rank {ranks}: stuck, or slower than the timeout of the strategy's collectives"
+                return self.tell(End(silent[0], "hung", told))
             told = f"no word from rank {ranks}: killed, ended by os._exit, or stuck"
-            return self.tell(End(silent[0], "hung" if timed_out else "failed", told))
+            return self.tell(End(silent[0], "failed", told))
         return None
 
 
