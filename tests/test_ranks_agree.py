@@ -260,7 +260,7 @@ def test_another_optimizer_is_refused(tmp_path: Any) -> None:
 def test_another_order_inside_an_epoch_is_refused(tmp_path: Any) -> None:
     fit_with(tmp_path, Regression(), loader(16, 2), max_epochs=1, precision=64)
     inside = tmp_path / "step-00000002"
-    with pytest.raises(CheckpointError, match=r"in the order of the dataset; resuming inside an epoch .* of a shuffle"):
+    with pytest.raises(CheckpointError, match=r"in the order of the dataset; here .* of a shuffle"):
         fit_with(tmp_path, Regression(), loader(16, 2, shuffle=True), inside, max_epochs=2, precision=64)
     dataset = loader(16, 2).dataset
     sampled = DataLoader(dataset, 2, sampler=RandomSampler(dataset, replacement=True))  # pyright: ignore
