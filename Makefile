@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := trainer callbacks strategies examples benchmarks tests
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check format bench test-gpu docs clean
+.PHONY: demo test test-slow check format bench test-gpu docs clean
 
 demo: .venv/installed  ## train handwritten digits on two CPU ranks
 	$(BIN)/python examples/digits.py trainer.accelerator=cpu trainer.devices=2
@@ -27,6 +27,9 @@ bench: .venv/installed  ## what a step costs beside the raw loop
 	$(BIN)/python benchmarks/compare.py --impls raw,samestep --ranks 1 --mode typical
 	$(BIN)/python benchmarks/compare.py --impls raw,samestep --ranks 2 --mode bare
 	$(BIN)/python benchmarks/import_time.py
+
+test-slow: .venv/installed  ## the suite's slow part: many kills and restarts, launch scripts, whole programs
+	$(BIN)/pytest -m slow
 
 test-gpu: .venv/installed  ## what needs CUDA
 	$(BIN)/pytest -m gpu

@@ -244,6 +244,7 @@ quiet_trainer(max_epochs=2, precision=64, default_root_dir="run", logger=True).f
 """
 
 
+@pytest.mark.slow
 def test_the_command_makes_faults_in_a_program_that_knows_nothing_of_them(tmp_path: Path) -> None:
     Path("program.py").write_text(PROGRAM)
     done = subprocess.run(

@@ -71,10 +71,10 @@ def save_over_and_over(folder: str) -> None:
     trainer.fit(ScalarWeight(), ones(100_000))
 
 
-@pytest.mark.timeout(600)  # thirty processes that train
+@pytest.mark.timeout(600)  # fifteen processes that train
 @pytest.mark.parametrize("loop", [train_until_killed, save_over_and_over])
 def test_after_a_kill_at_any_moment_the_newest_checkpoint_loads(loop: Any, tmp_path: Path) -> None:
-    kills, rng, folder = (20 if loop is train_until_killed else 10), random.Random(0), tmp_path / "c"
+    kills, rng, folder = (10 if loop is train_until_killed else 5), random.Random(0), tmp_path / "c"
     newest = 0
     for _ in range(kills):
         process = ranks_of_tests._context.Process(target=loop, args=(str(folder),))

@@ -61,6 +61,7 @@ def _program() -> None:
     Path("program.py").write_text(PROGRAM)
 
 
+@pytest.mark.slow
 def test_one_node_starts_ranks_again_that_die() -> None:
     done = subprocess.run(
         [LAUNCH / "one_node.sh", "program.py", "ckpt_path=auto", "trainer.default_root_dir=run"],
@@ -70,6 +71,7 @@ def test_one_node_starts_ranks_again_that_die() -> None:
     assert "ranks 2 steps 4" in done.stdout
 
 
+@pytest.mark.slow
 def test_many_nodes_meet_at_the_head() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -101,6 +103,7 @@ def test_scripts_without_a_program_say_how_to_use_them() -> None:
         assert not any(line.startswith("#") for line in done.stderr.splitlines())
 
 
+@pytest.mark.slow
 def test_a_slurm_job_saves_and_queues_itself_again_and_goes_on(tmp_path: Path) -> None:
     """`srun` runs its command here, and `scontrol` notes what it is told, or names this host."""
     Path("bin").mkdir()

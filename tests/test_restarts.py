@@ -44,8 +44,9 @@ def launch(folder: str, faults: str, restarts: int) -> dict[int, tuple[int, Any]
 
 
 @pytest.mark.timeout(600)
-def test_a_run_whose_ranks_are_killed_twenty_times_ends_like_one_that_was_not(tmp_path: Path) -> None:
-    kills, draw = 20, random.Random(5)
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_whose_ranks_are_killed_again_and_again_ends_like_one_that_was_not(kills: int) -> None:
+    draw = random.Random(5)
     steps = sorted(draw.randrange(STEPS) for _ in range(kills))  # some twice: killed again in the step it came back to
     phases = ("training", "backward", "saving", "writing")
     faults = [

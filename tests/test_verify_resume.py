@@ -96,6 +96,7 @@ def test_a_program_that_fails_by_itself_is_no_difference(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_a_function_is_checked_in_new_processes() -> None:
     report = verify_resume(verified_tasks.right, steps=3, kills=1)
     assert report.exact, report
@@ -111,6 +112,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_the_command_checks_an_unchanged_program_and_writes_nothing_beside_it() -> None:
     done = command("--steps", "4", "--kills", "1", "--devices", "2", "--", "program.py", "right")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -121,6 +123,7 @@ def test_the_command_checks_an_unchanged_program_and_writes_nothing_beside_it() 
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_the_command_says_what_the_program_said_when_it_failed() -> None:
     done = command("--steps", "4", "--", "program.py", "fails")
     assert done.returncode == 2
