@@ -52,7 +52,7 @@ def test_a_right_task_passes(tmp_path: Path) -> None:
     report = check("right", 2, tmp_path, steps=14, kills=3)
     assert report.exact, report
     assert (report.steps, report.ranks, report.kills) == (14, 2, 3)
-    assert report.values > 1000
+    assert report.values > 500
     assert "killed at step" in report.log[1]
     assert str(report).startswith("Resuming is exact")
 
