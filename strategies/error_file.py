@@ -11,7 +11,7 @@ import time
 import traceback
 from types import TracebackType
 
-from .first_cause import PeerError, is_consequence
+from .first_cause import PeerError, is_consequence, is_of_worker, text_of
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _recorded: BaseException | None = None
@@ -21,16 +21,16 @@ def record_error(error: BaseException) -> None:
     """Write the error into this rank's file, if torch's agent started it; once for each error.
 
     The agent takes the oldest for the cause, but knows the time by the second only, and peers fail within
-    milliseconds. So an error that only says that another process has ended is dated a minute later, and does not
-    replace what a worker of this rank has written.
+    milliseconds. So an error that only says that another rank has ended is dated a minute later. Neither it nor one that
+    says that a worker has died replaces what a worker of this rank has written.
     """
     global _recorded
     path = os.environ.get(_VARIABLE)
     if not path or error is _recorded:
         return
     _recorded = error
-    text, consequence = f"{type(error).__name__}: {error}", is_consequence(error)
-    if consequence and os.path.exists(path):
+    text, consequence = f"{type(error).__name__}: {text_of(error)}", is_consequence(error)
+    if (consequence or is_of_worker(error)) and os.path.exists(path):
         return
     told = {
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),

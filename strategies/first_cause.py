@@ -14,12 +14,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
-# Errors that only say that another process has ended or did not come: ours, those of gloo and NCCL in the backward, and a
-# loader's.
+# Errors that only say that another rank has ended or did not come: ours, and those of gloo and NCCL in the backward.
 _CONSEQUENCE = re.compile(
     r"could not finish the collective|Connection (closed|reset) by peer|Broken pipe|Timed out waiting \d+ ?ms"
     r"|Application timeout caused pair closure|remote process exited|communicator was aborted"
-    r"|DataLoader worker .* exited unexpectedly"
 )
 _TIMED_OUT = re.compile(r"Timed out waiting \d+ ?ms|Application timeout caused pair closure")
 # Seconds that a rank that has lost its peers waits for word of why. They fail within milliseconds of each other.
@@ -48,13 +46,26 @@ class End:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether the error only says that another process has ended, or did not come."""
-    return isinstance(error, PeerError) or _CONSEQUENCE.search(f"{type(error).__name__}: {error}") is not None
+    """Whether the error only says that another rank has ended, or did not come."""
+    return isinstance(error, PeerError) or _CONSEQUENCE.search(text_of(error)) is not None
+
+
+def is_of_worker(error: BaseException) -> bool:
+    """Whether it says that a worker of one of this rank's loaders has died."""
+    return re.search(r"DataLoader worker .* exited unexpectedly", text_of(error)) is not None
+
+
+def text_of(error: BaseException) -> str:
+    """`str(error)`, also of an exception whose own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its __str__ raised {type(another).__name__})"
 
 
 def has_timed_out(error: BaseException) -> bool:
     """Whether it says that another rank did not come in time."""
-    return _TIMED_OUT.search(str(error)) is not None
+    return _TIMED_OUT.search(text_of(error)) is not None
 
 
 class FirstCause:

@@ -78,6 +78,8 @@ CHAOS = "RuntimeError: chaos on rank 1"
         ("oom rank=1 step=5", "oom", "can't allocate memory", "training, epoch 0, step 5", 1, 4),
         ("kill rank=1 step=5", "failed", "no word from rank 1: killed, ended by os._exit, or stuck", "", -9, 4),
         ("exit rank=1 step=5 code=0", "failed", "no word from rank 1", "", 0, 4),
+        ("raise rank=1 phase=end", "failed", CHAOS, "training, epoch 2, step 16", 1, 16),
+        ("kill rank=1 phase=end", "failed", "no word from rank 1", "", -9, 16),
         ("stall rank=1 step=5 seconds=15", "hung", "no word from rank 1", "", 1, 4),
     ],
 )
@@ -118,12 +120,52 @@ def test_a_rank_that_leaves_before_fit_is_named_and_not_waited_for(tmp_path: Pat
     assert "rank 1 has ended its program and never came here, where the other ranks wait for it" in first.told
 
 
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class FailsOnRank(Regression):
+    """Fails on one rank, in `prepare_data`, or in a step with an exception that has no text."""
+
+    def prepare_data(self) -> None:
+        if self.global_rank == self.failing == 0:
+            raise ValueError("the download failed")
+
+    def __init__(self, failing: int) -> None:
+        super().__init__()
+        self.failing = failing
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == self.failing:
+            raise UnreadableError
+        return super().training_step(batch, batch_idx)
+
+
+def fail_on(folder: str, rank: int) -> None:
+    build(folder).fit(FailsOnRank(rank), loader(32, 2))
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [(0, "ValueError: the download failed"), (1, "UnreadableError: (its __str__ raised RuntimeError)")],
+)
+def test_the_rank_that_failed_is_named_by_all_whatever_it_raised(rank: int, reason: str, tmp_path: Path) -> None:
+    ranks = end_ranks(fail_on, 2, "run", rank)
+    assert [ended.exit_code for ended in ranks] == [1, 1]
+    assert (status("run")["rank"], status("run")["reason"]) == (rank, reason)
+    last = ranks[1 - rank].told.splitlines()[-1]
+    assert f"PeerError: rank {rank} ended the run in " in last
+    assert reason in last
+
+
 def test_a_full_disk_ends_all_ranks_with_the_reason_and_leaves_what_was_saved(tmp_path: Path) -> None:
     for ended in end_ranks(train, 2, "run", faults="full-disk rank=1 step=6"):
         assert ended.exit_code == 1
         assert "step-00000006 could not be written on rank 1: OSError: [Errno 28]" in ended.told
         assert "Earlier checkpoints are intact" in ended.told
-    assert status("run")["status"] == "failed"
+    assert (status("run")["status"], status("run")["rank"]) == ("failed", 1)
+    assert "could not be written on rank 1" in status("run")["reason"]
     assert sorted(os.listdir("run/checkpoints")) == ["step-00000002", "step-00000004"]
 
 

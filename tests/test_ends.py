@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from samestep.strategies import error_file
 from samestep.trainer import DataModule
 from tasks import Regression, ScalarWeight, loader, quiet_trainer
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 
 def ones(samples: int = 4) -> DataLoader[Any]:
@@ -137,6 +140,70 @@ def test_an_error_that_a_worker_has_ended_does_not_replace_what_the_worker_wrote
     assert path.read_text() == "of the worker"
     error_file.record_error(ValueError("of the rank itself"))
     assert "of the rank itself" in path.read_text()
+
+
+# --- workers of loaders ----------------------------------------------------------------------
+
+
+class KillsWorker(ScalarWeight):
+    """Kills a worker of the loader in a step, where torch does not notice, and fails because of another rank, it seems."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        kill_workers()
+        signal.signal(signal.SIGCHLD, before)
+        raise RuntimeError("Connection closed by peer")
+
+
+class KillsWorkerLater(Callback):
+    def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
+        kill_workers()
+
+    def teardown(self, trainer: Any, task: Any, stage: str) -> None:
+        time.sleep(0.01)
+
+
+def kill_workers() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+        os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT)  # dead, and torch can still ask how it ended
+
+
+def with_worker() -> DataLoader[Any]:
+    return DataLoader(torch.ones(8), 1, num_workers=1)
+
+
+def test_a_worker_that_has_died_is_the_cause_of_a_lost_connection(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):
+        quiet_trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True).fit(
+            KillsWorker(), with_worker()
+        )
+    assert "DataLoader worker" in json.loads((tmp_path / "status.json").read_text())["reason"]
+
+
+def test_a_worker_that_dies_while_an_error_is_handled_disturbs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    with pytest.raises(ValueError, match="training_step of the task"):
+        quiet_trainer(max_epochs=1, callbacks=[KillsWorkerLater()]).fit(Fails("training_step"), with_worker())
+    assert capsys.readouterr().err == ""
+    assert signal.getsignal(signal.SIGCHLD) is before or callable(signal.getsignal(signal.SIGCHLD))
+
+
+class Stops(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise StopIteration
+        return torch.ones(())
+
+
+def test_a_dataset_that_raises_stop_iteration_is_told_from_a_wrong_length() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"gave 3 batches, but its length is 8\. Correct the dataset \(an item that raises Stop"
+    ):
+        quiet_trainer(max_epochs=1).fit(ScalarWeight(), DataLoader(Stops(), 1))
 
 
 # --- parameters without a shape --------------------------------------------------------------

@@ -14,14 +14,17 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from run_ranks import RankError, run_ranks
 from samestep.strategies import DDPStrategy
+from samestep.trainer.hangs import watch
 from samestep.trainer.hangs.judgement import Beat, judge
+from samestep.trainer.hangs.whereabouts import stack_lines
 from tasks import ScalarWeight, quiet_trainer
 from torch.utils.data import DataLoader, Dataset
 
@@ -310,6 +313,35 @@ def test_ranks_at_different_collectives_are_named_and_ended_at_once_if_that_is_w
         text,
     ), text
     assert "hang_action='exit': the run ends now." in text
+
+
+def test_a_frame_without_a_line_is_placed_at_its_function() -> None:
+    code = test_a_frame_without_a_line_is_placed_at_its_function.__code__
+    (line,) = stack_lines(cast("Any", SimpleNamespace(f_code=code, f_lineno=None, f_back=None)))
+    assert line.startswith(f"{Path(__file__).name}:{code.co_firstlineno} in test_a_frame")
+
+
+def test_a_watch_goes_on_after_an_error_of_its_own_look(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[int] = []
+
+    def fails(frame: Any, *, idle: bool) -> Any:
+        looks.append(1)
+        raise ValueError("an odd stack")
+
+    monkeypatch.setattr(watch, "whereabouts", fails)
+    trainer: Any = SimpleNamespace(global_rank=0, world_size=1)
+    one = watch.HangWatch(trainer, cast("Any", None), dist.HashStore(), 0.1, exits=False)
+    one.start()
+    deadline = time.monotonic() + 20
+    while len(looks) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    one.stop()
+    assert len(looks) >= 3
+    assert capsys.readouterr().err == (
+        "samestep: the hang watch of rank 0 could not look at the run, and goes on: ValueError: an odd stack\n"
+    )
 
 
 # --- the judgement alone ---------------------------------------------------------------------

@@ -205,7 +205,7 @@ def kill_twice(*numbers: int) -> None:
     from samestep.trainer import signals
 
     signals._SAME_WISH = 0.0  # pyright: ignore
-    quiet_trainer(max_epochs=1).fit(Kills(*numbers), ones())
+    quiet_trainer(max_epochs=1, default_root_dir="run", enable_checkpointing=True).fit(Kills(*numbers), ones())
 
 
 @pytest.mark.parametrize(
@@ -223,6 +223,10 @@ def test_the_same_signal_again_ends_a_rank_at_once(
     assert ended.exit_code == code, ended.told
     assert told in ended.told
     assert ("again" in ended.told) == bool(told)
+    status = json.loads(Path("run/status.json").read_text())
+    assert (status["status"], status["exit_code"]) == ("interrupted" if code == 130 else "preempted", code)
+    assert told in status["reason"]
+    assert ("without saving" in status["reason"]) == bool(told)
 
 
 def test_the_programs_own_handler_is_called_and_comes_back(capsys: pytest.CaptureFixture[str]) -> None:

@@ -297,8 +297,9 @@ class TrainingLoop:
         else:
             if length is not None and progress.batch_idx < length:
                 raise RuntimeError(
-                    f"the training loader gave {progress.batch_idx} batches, but its length is {length}: on several ranks "
-                    "the others would wait for more. Correct its __len__, or set limit_train_batches."
+                    f"the training loader gave {progress.batch_idx} batches, but its length is {length}"
+                    f"{': the other ranks would wait for more' if trainer.world_size > 1 else ''}. Correct the dataset (an item "
+                    "that raises StopIteration?) or its __len__, or set limit_train_batches."
                 )
             length = progress.batch_idx
         if self.last_active is not None:

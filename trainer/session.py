@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..strategies import process_groups
 from ..strategies.error_file import record_error
+from ..strategies.first_cause import PeerError, text_of
 from ..strategies.launch import end_with_launcher, refuse_import_of_main, relaunch
 from ..strategies.process_group_strategy import ProcessGroupStrategy
 from .agreement import compare, options_of
@@ -29,8 +30,8 @@ from .hooks import HookTable, check_hooks, overrides
 from .hyperparameters import check_hyperparameters
 from .run_folder import make_run_folder, name_of_run
 from .settings import torch_settings
-from .signals import SignalHandlers
-from .status import end_with, write_status
+from .signals import SignalHandlers, deaf_to_workers
+from .status import end_with, place_of, write_status
 from .task import Task
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
         trainer.running = stage
         cleanup.callback(setattr, trainer, "running", "")
         cleanup.enter_context(torch_settings(trainer.config))
-        trainer.signals = SignalHandlers(enabled=trainer.config.enable_signal_handlers, rank=trainer.global_rank)
+        trainer.signals = SignalHandlers(
+            enabled=trainer.config.enable_signal_handlers,
+            rank=trainer.global_rank,
+            note_exit=partial(_note_exit, trainer),
+        )
         cleanup.enter_context(trainer.signals)
         failure: BaseException | None = None
         prepared = False
@@ -88,6 +93,7 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
             own_buffers(task)
             yield HookTable(trainer.callbacks, task)
         except BaseException as error:
+            cleanup.enter_context(deaf_to_workers())
             failure = end_with(trainer, error)
             _report(trainer, failure)
             if failure is error:
@@ -98,6 +104,12 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
                 _teardown(trainer, stage, failure)
         if stage == "fit" and trainer.is_global_zero:
             write_status(trainer, "completed", reason=trainer.stop_reason, exit_code=0)
+
+
+def _note_exit(trainer: Trainer, status: str, reason: str, code: int) -> None:
+    if trainer.running == "fit":
+        rank, place = trainer.global_rank, place_of(trainer)
+        write_status(trainer, status, rank=rank, place=place, reason=reason, exit_code=code)
 
 
 def check_initialized(task: Task) -> None:
@@ -161,24 +173,33 @@ def _prepare_data(trainer: Trainer) -> None:
                 holder.prepare_data()
     except Exception as error:
         problem = error
+    told = None if problem is None else f"{type(problem).__name__}: {text_of(problem)}"
     with trainer.strategy.patience():  # a download may take longer than any collective should
-        failures = trainer.strategy.gather_objects(None if problem is None else repr(problem), name="prepare_data")
+        failures = trainer.strategy.gather_objects(told, name="prepare_data")
     if problem is not None:
         raise problem
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise RuntimeError(f"prepare_data failed on rank {rank}: {failure}")
+            raise PeerError(f"prepare_data failed on rank {rank}: {failure}")
 
 
 def _teardown(trainer: Trainer, stage: str, failure: BaseException | None) -> None:
     """Let go of everything, also of what comes behind one that fails. The first failure of the run is raised."""
     trainer.training = trainer.validating = trainer.testing = trainer.predicting = trainer.sanity_checking = False
     trainer.fitting, trainer.active_log = False, None
+
+    def come_to_the_end() -> None:
+        """A fit is complete when it is on every rank: one may fail behind the last collective, and then tells why."""
+        if stage == "fit" and first is None:
+            with trainer.strategy.patience():  # rank 0 may be exporting the model
+                trainer.strategy.barrier(name="end of the run")
+
     parts: list[Callable[[], Any]] = [partial(trainer.checkpoint_writer.close, failed=failure is not None)]
     parts += [partial(each.teardown, trainer, trainer.task, stage) for each in trainer.callbacks]
     parts.append(partial(trainer.task.teardown, stage))
     if trainer.datamodule is not None:
         parts.append(partial(trainer.datamodule.teardown, stage))
+    parts.append(come_to_the_end)
     parts.append(trainer.strategy.teardown)
     first = failure
     for teardown in parts:
@@ -186,8 +207,9 @@ def _teardown(trainer: Trainer, stage: str, failure: BaseException | None) -> No
             teardown()
         except Exception as error:
             if first is None:
-                first = end_with(trainer, error)
-                _report(trainer, first)
+                with deaf_to_workers():
+                    first = end_with(trainer, error)
+                    _report(trainer, first)
             else:
                 _show_beside(first, error, "teardown")
     if failure is None and first is not None:
@@ -214,5 +236,5 @@ def _report(trainer: Trainer, error: BaseException) -> None:
 
 def _show_beside(first: BaseException, another: Exception, where: str) -> None:
     """Print a later error at once: the first is the cause, and is the one that is raised."""
-    print(f"samestep: {where} failed, too, after {type(first).__name__}: {first}", file=sys.stderr)
+    print(f"samestep: {where} failed, too, after {type(first).__name__}: {text_of(first)}", file=sys.stderr)
     traceback.print_exception(type(another), another, another.__traceback__, chain=False)

@@ -6,12 +6,15 @@ training there is nothing to save and nobody who asks: there a handler raises at
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from .control import ControlWord
 
@@ -69,13 +72,14 @@ class SignalHandlers:
     Args:
         enabled: False: do nothing.
         rank: this one, for the messages.
+        note_exit: called with status, text and exit code before the same signal again ends the process.
     """
 
-    def __init__(self, *, enabled: bool, rank: int) -> None:
+    def __init__(self, *, enabled: bool, rank: int, note_exit: Callable[[str, str, int], None] | None = None) -> None:
         self.control: ControlWord | None = None
         """Who is told; None: nobody asks for signals now, so a handler raises."""
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
-        self._rank, self._process = rank, os.getpid()
+        self._rank, self._process, self._note_exit = rank, os.getpid(), note_exit
         self._previous: dict[int, Any] = {}
         self._received, self._at = 0, 0.0
 
@@ -102,8 +106,11 @@ class SignalHandlers:
             return
         now, again = time.monotonic(), bool(self._received)
         if again and number == self._received and now - self._at > _SAME_WISH:
-            _say(f"rank {self._rank} got {name_of(number)} again, and ends without saving")
-            os._exit(128 + number)
+            text = f"rank {self._rank} got {name_of(number)} again, and ends without saving"
+            _say(text)
+            if self._note_exit is not None:
+                self._note_exit(preempted(number, text).status, text, 128 + number)
+            exit_at_once(128 + number)
         if not again:
             self._received, self._at = number, now
             if self.control is not None:
@@ -117,6 +124,30 @@ class SignalHandlers:
 
     def _raised(self) -> Preempted:
         return preempted(self._received, f"rank {self._rank} got {name_of(self._received)}")
+
+
+@contextmanager
+def deaf_to_workers() -> Generator[None]:
+    """Let no worker of a loader raise here when it dies.
+
+    Torch raises from its handler of SIGCHLD, in whatever the main thread does then: also where it tells of another error.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or not hasattr(signal, "SIGCHLD") or not callable(signal.getsignal(signal.SIGCHLD)):
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End the process, without exit handlers, and the workers of its loaders, which may be stuck as well."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 def _say(text: str) -> None:

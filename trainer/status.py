@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..strategies import process_groups
-from ..strategies.first_cause import End, PeerError, has_timed_out, is_consequence
+from ..strategies.first_cause import End, PeerError, has_timed_out, is_consequence, text_of
+from .checkpoint.folder import CheckpointError
 from .signals import Interrupted, Preempted
 
 if TYPE_CHECKING:
@@ -71,7 +72,12 @@ def end_with(trainer: Trainer, error: BaseException) -> BaseException:
 
     Where the error only says that another rank has ended, that is a PeerError with what the other one told.
     """
-    mine = End(trainer.global_rank, status_of(error), _reason(error), place_of(trainer), _exit_code(error))
+    if is_consequence(error):
+        error = _dead_worker() or error
+    rank = trainer.global_rank
+    if isinstance(error, CheckpointError) and error.rank is not None:
+        rank = error.rank
+    mine = End(rank, status_of(error), _reason(error), place_of(trainer), _exit_code(error))
     if isinstance(error, Preempted) and error.agreed:
         first = mine if trainer.is_global_zero else None
     elif trainer.world_size == 1:
@@ -99,13 +105,22 @@ def end_with(trainer: Trainer, error: BaseException) -> BaseException:
     return PeerError(f"{text}.")
 
 
+def _dead_worker() -> RuntimeError | None:
+    """What torch says of a worker of this rank's loaders that has died, if it has not said so yet."""
+    try:
+        torch._C._error_if_any_worker_fails()  # pyright: ignore
+    except RuntimeError as error:
+        return error
+    return None
+
+
 def status_of(error: BaseException) -> str:
     """The word for what happened."""
     if isinstance(error, Preempted):
         return error.status
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.status
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text_of(error):
         return "oom"
     return "diverged" if isinstance(error, FloatingPointError) else "failed"
 
@@ -113,7 +128,7 @@ def status_of(error: BaseException) -> str:
 def _reason(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error, Preempted):
         return f"the program called sys.exit({error.code!r})"
-    text = str(error).strip()
+    text = text_of(error).strip()
     if isinstance(error, Preempted):
         return text
     if not text:

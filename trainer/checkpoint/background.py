@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...strategies import process_groups
+from ...strategies.first_cause import is_consequence
 from ..control import ControlWord
 from .snapshot import HostMemory
 
@@ -155,7 +156,8 @@ class BackgroundWriter:
             process_groups.abandon()  # it may wait for a peer that never comes
             self._say(f"the checkpoint {job.path} is not complete yet: what is there of it is removed by the next run")
         elif job.error is not None:
-            self._say(f"the checkpoint {job.path} was not completed: {job.error}")
+            why = "another rank has ended" if is_consequence(job.error) else job.error
+            self._say(f"the checkpoint {job.path} was not completed: {why}")
         else:
             job.following.settled()
 

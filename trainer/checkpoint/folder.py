@@ -33,6 +33,9 @@ def rank_file(rank: int) -> str:
 class CheckpointError(RuntimeError):
     """A checkpoint that can't be written, read, or trusted. The message names the file and says what to do."""
 
+    rank: int | None = None
+    """The rank on which it came about, where all ranks raise it."""
+
 
 # --- time ------------------------------------------------------------------------------------
 

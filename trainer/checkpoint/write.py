@@ -123,8 +123,10 @@ def _together(gather: Gather, path: Path, work: Callable[[], T] | None, what: st
     every: list[tuple[str, Any]] = gather((problem, result), name=f"checkpoint {what}")
     for rank, (theirs, _) in enumerate(every):
         if theirs:
-            raise CheckpointError(
+            error = CheckpointError(
                 f"the checkpoint {path} could not be written on rank {rank}: {theirs}. Earlier checkpoints are intact. "
                 "Make room or permission, or choose another folder with default_root_dir."
             )
+            error.rank = rank
+            raise error
     return [result for _, result in every]

@@ -8,7 +8,6 @@ moves from counters that are there anyway.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -19,7 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 
 from ...strategies.error_file import record_error
+from ...strategies.first_cause import text_of
 from ...strategies.process_group_strategy import ProcessGroupStrategy
+from ..signals import exit_at_once
 from ..status import write_status
 from .flight_recorder import collectives, write_dump
 from .judgement import Beat, Hang, judge
@@ -71,7 +72,7 @@ class HangWatch:
         self._longest: dict[str, float] = {}  # pauses that ended by themselves, by what the rank did
         self._starting, self._store_missed = True, False
         self._found_at: Any = None
-        self._told = False
+        self._told = self._stumbled = False
         self._beat = Beat(self._rank, 1, time.time(), 0.0, 0, "the start", "", limit, limit)
         self.hang: Hang | None = None
         """What is wrong now, as far as it is known on this rank. It goes when the rank moves again; a run that fails keeps it."""
@@ -93,11 +94,23 @@ class HangWatch:
     def _watch(self) -> None:
         try:
             while not self._ended.wait(self._period):
-                self._look()
+                try:
+                    self._look()
+                except Exception as error:  # of a stack that changed meanwhile, say: the run does not end for it
+                    self._stumble(error)
                 self._tell()
                 self._read_on_if_stuck()
         except dist.DistError:
             return  # whoever keeps the store has ended: that is told elsewhere
+
+    def _stumble(self, error: Exception) -> None:
+        """Say that a look failed, once: the watch goes on."""
+        if not self._stumbled:
+            self._stumbled = True
+            _say(
+                f"samestep: the hang watch of rank {self._rank} could not look at the run, and goes on: "
+                f"{type(error).__name__}: {text_of(error)}"
+            )
 
     def _tell(self) -> None:
         self._store.set(_key(self._rank), json.dumps(asdict(self._beat)))
@@ -194,6 +207,8 @@ class HangWatch:
                 self._ended.wait(self._period)
         except dist.DistError:
             return
+        except Exception as error:  # the next period begins anew
+            self._stumble(error)
 
     def _listen(self, heard: dict[int, tuple[int, float]]) -> list[Beat]:
         """The newest beat of every rank. `heard`: the number of the last one, and when it was new."""
@@ -222,7 +237,7 @@ class HangWatch:
             if tells:
                 write_status(self._trainer, "hung", rank=hang.rank, reason=hang.headline, exit_code=1)
             record_error(HangError(hang.headline))
-            os._exit(1)
+            exit_at_once(1)
 
     def _finding(self, hang: Hang | None) -> str:
         """What is wrong now, or that nothing is any more, as it stands in the store; never the same text twice."""

@@ -21,6 +21,8 @@ _DATA = (f"{_TORCH}utils/data/", f"{_OURS[0]}data/")
 _FOLDED = 3
 
 LOADER = "the data loader"
+# Hooks that may take minutes: before training, and behind it, where rank 0 exports or uploads while the others have ended.
+_LONG = ("prepare_data", "on_train_end", "on_fit_end", "teardown")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def whereabouts(frame: FrameType, *, idle: bool) -> Whereabouts:
     compiles = any(file.startswith(_COMPILERS) for file in files[:ours])
     if compiles:
         phase = "compiling"
-    return Whereabouts(phase, waits, place, compiles or saves or phase == "prepare_data")
+    return Whereabouts(phase, waits, place, compiles or saves or phase in _LONG)
 
 
 def stack_lines(frame: FrameType) -> list[str]:
@@ -74,7 +76,7 @@ def stack_lines(frame: FrameType) -> list[str]:
     frames = frames[next((index for index, each in enumerate(frames) if _is_users(each)), 0) :]
     for index, each in enumerate(frames):
         code = each.f_code
-        source = linecache.getline(code.co_filename, each.f_lineno).strip()
+        source = linecache.getline(code.co_filename, _line(each)).strip()
         line = f"{_place(each)} in {code.co_name}: {source}".removesuffix(": ")
         if code.co_filename.startswith((*_OURS, _TORCH)) and index + 1 < len(frames):
             folded.append(line)
@@ -141,4 +143,10 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def _place(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{Path(frame.f_code.co_filename).name}:{_line(frame)}"
+
+
+def _line(frame: FrameType) -> int:
+    """The line a frame is at; that of its function where Python knows none, as between two lines."""
+    line: int | None = frame.f_lineno
+    return line or frame.f_code.co_firstlineno
