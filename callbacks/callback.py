@@ -41,6 +41,13 @@ class Callback:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
 
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs and differs from rank to rank; it goes into each rank's own file."""
+        return {}
+
+    def load_rank_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `rank_state_dict` returned on this rank; on another number of ranks it is not called."""
+
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         """Before fit, validate, test or predict (`stage`); the model may not be built yet."""
 

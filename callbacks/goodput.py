@@ -89,7 +89,7 @@ class Goodput(Callback):
             self._count(trainer, "evaluation")
 
     def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        """What the checkpoint holds can't be lost any more."""
+        """The ledger knows of all steps that the checkpoint holds. Which are lost shows when the next attempt begins."""
         if "first_step" in self._now:
             self._write(trainer)
 

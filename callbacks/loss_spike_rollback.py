@@ -31,6 +31,10 @@ class LossSpikeRollback(Callback):
     communicated. A jump is a value that is not finite, or above the median of the last values by more than `threshold`
     standard deviations, which are taken from the median absolute deviation: a former jump does not hide the next one.
 
+    A checkpoint holds the good state, too, so that a resumed run goes back exactly as the run that was never stopped. It is
+    larger by that: by another copy of parameters and optimizers. On another number of ranks, the state at the resume is
+    the first good one.
+
     Args:
         monitor: a loss of training, logged in every step and reduced over the ranks.
         threshold: standard deviations above the median.
@@ -69,22 +73,36 @@ class LossSpikeRollback(Callback):
         self._values: list[float] = []
         self._judged = -1
         self._good: Any = None
+        self._goes_on = False  # with the good state of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that the next one is compared with, and how often the run has gone back."""
-        return {"values": list(self._values), "rollbacks": self.rollbacks}
+        """The values that the next one is compared with, the good state, and how often the run has gone back."""
+        state: dict[str, Any] = {"values": list(self._values), "rollbacks": self.rollbacks}
+        if self._good is not None:
+            good = {name: value for name, value in self._good.items() if name != "rank"}
+            state |= {"spikes": self.spikes, "judged": self._judged, "good": good}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with them."""
         self._values, self.rollbacks = list(state_dict["values"]), state_dict["rollbacks"]
+        if "good" in state_dict:
+            self.spikes, self._judged = state_dict["spikes"], state_dict["judged"]
+            self._good = {**(self._good or {}), **state_dict["good"]}
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What of the good state is this rank's alone."""
+        return {} if self._good is None else {"good": self._good["rank"]}
+
+    def load_rank_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """With it, the good state is whole."""
+        self._good, self._goes_on = {**self._good, "rank": state_dict["good"]}, True
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        """The first good state is the one that training starts with."""
-        self._good, self._judged, self.spikes = trainer.take_snapshot(), trainer.global_step, 0
-
-    def on_train_end(self, trainer: Trainer, task: Task) -> None:
-        """Let go of the good state."""
-        self._good = None
+        """The first good state is the one that training starts with, or that of the checkpoint."""
+        if not self._goes_on:
+            self._good, self._judged, self.spikes = trainer.take_snapshot(), trainer.global_step, 0
+        self._goes_on = False
 
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
         """Judge the loss, where it was reduced at this step."""
@@ -98,7 +116,7 @@ class LossSpikeRollback(Callback):
         if not self.is_spike(value):
             self.spikes = 0
             self._values = [*self._values, value][-self.window :]
-            if step >= self._good.step + self.every_n_train_steps:
+            if step >= self._good["step"] + self.every_n_train_steps:
                 self._good = trainer.take_snapshot()
             return
         self.spikes += 1
@@ -122,9 +140,10 @@ class LossSpikeRollback(Callback):
         if self.rollbacks >= self.max_rollbacks:
             trainer.diverge(f"{jumped}, after {counted(self.rollbacks, 'rollback')}: expected no more of them")
         self.rollbacks += 1
-        left_out = trainer.global_step - self._good.step
+        good: int = self._good["step"]
+        left_out = trainer.global_step - good
         trainer.print(
-            f"LossSpikeRollback: {jumped}. Back to step {self._good.step}; the samples of {counted(left_out, 'step')} are left "
+            f"LossSpikeRollback: {jumped}. Back to step {good}; the samples of {counted(left_out, 'step')} are left "
             f"out (rollback {self.rollbacks} of {self.max_rollbacks})"
         )
         trainer.go_back(self._good)

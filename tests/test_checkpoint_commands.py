@@ -86,7 +86,7 @@ def test_verify_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixt
     status, text = said(capsys, "verify", tmp_path / "e2", tmp_path / "e1", tmp_path / "e0")
     assert status == 1
     assert f"{tmp_path / 'e2'}: intact" in text
-    assert f"{tmp_path / 'e1' / 'training.pt'} is damaged: expected {{'size'" in text
+    assert f"{tmp_path / 'e1' / 'training.pt'} is damaged: its checksum differs" in text
     assert f"{tmp_path / 'e0' / 'rank-00000.pt'} can't be read: No such file or directory" in text
     status, text = said(capsys, "verify", "--json", tmp_path)
     assert (status, [bool(problems) for problems in json.loads(text).values()]) == (1, [False, True, True])
@@ -95,7 +95,21 @@ def test_verify_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (status, marks) == (1, {"e2": False, "e1": False, "e0": True}), "ls looks at sizes only"
     status, text = said(capsys, "ls", "--verify", tmp_path)
     assert [("damaged" in line) for line in text.splitlines()[1:]] == [False, True, True]
-    assert said(capsys, "verify", tmp_path / "none")[0] == 1
+    (tmp_path / "e1" / "manifest.json").unlink()
+    assert said(capsys, "verify", tmp_path / "e1")[0] == 1, "what is left of one"
+
+
+def test_verify_takes_the_folder_of_a_run_and_says_when_there_is_nothing(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = "".join(f"{run_folder / 'checkpoints' / name}: intact\n" for name in ("e2", "e1", "e0"))
+    assert said(capsys, "verify", run_folder) == (0, whole)
+    nothing = f"samestep ckpt verify: there is no checkpoint in {tmp_path}\n"
+    assert said(capsys, "verify", tmp_path) == (2, nothing)
+    assert said(capsys, "verify", tmp_path / "none") == (
+        2,
+        f"samestep ckpt verify: {tmp_path / 'none'} is no folder.\n",
+    )
 
 
 def test_diff_tells_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def names(folder: Path) -> list[str]:
 
 def passing_over(folder: Path) -> Path | None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="passed over")
+        warnings.filterwarnings("ignore", message="samestep: passed over")
         return newest_intact([folder])
 
 
@@ -215,6 +215,50 @@ def test_damage_in_any_file_is_named_and_passed_over(tmp_path: Path) -> None:
     assert newest_intact([tmp_path]) == second
 
 
+def test_any_bit_of_a_manifest_that_flips_is_seen(tmp_path: Path) -> None:
+    """Every seventh, and all in the name of its checksum: it is damaged, or, where the text means the same, intact."""
+    path = Path(fit(tmp_path, 1).last_path)
+    manifest = path / "manifest.json"
+    whole = manifest.read_bytes()
+    content = json.loads(whole)
+    passed: list[int] = []
+    name = 8 * whole.rindex(b'"sha256"')
+    for bit in (*range(0, 8 * len(whole), 7), *range(name, name + 64)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(flipped)
+        try:
+            folders.read_manifest(path)
+        except CheckpointError:
+            continue
+        if json.loads(flipped) != content:
+            passed.append(bit)
+    assert passed == []
+
+
+def test_a_manifest_of_another_shape_is_damaged_and_passed_over(tmp_path: Path) -> None:
+    first, second = (Path(path) for path in fit(tmp_path, 2).kept)
+    content = json.loads((second / "manifest.json").read_text())
+    del content["sha256"]
+    whole = dict(content["files"])
+    wrong: list[dict[str, Any]] = [
+        {"created": "2026-13-01T00:00:00"}, {"created": 5}, {"step": "2"}, {"step": 1e999}, {"step": -1}, {"epoch": None},
+        {"epoch": True}, {"world_size": 0}, {"world_size": 2}, {"files": 5}, {"files": None}, {"files": []},
+        {"files": {**whole, "training.pt": 5}}, {"files": {**whole, "training.pt": {"size": 5}}}, {"more": 1},
+        {"files": {name: whole[name] for name in whole if name != "training.pt"}},
+    ]  # fmt: skip
+    for change in wrong:
+        for manifest in (content | change, folders.sealed(content | change)):
+            if change == {"more": 1} and "sha256" in manifest:
+                continue  # a later version may say more
+            (second / "manifest.json").write_text(json.dumps(manifest))
+            with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: "):
+                folders.verify(second)
+            assert passing_over(tmp_path) == first
+    (second / "manifest.json").write_text(json.dumps(content))
+    assert newest_intact([tmp_path]) == second, "earlier versions wrote no checksum of the manifest"
+
+
 # --- divergence ------------------------------------------------------------------------------
 
 
@@ -283,7 +327,7 @@ def test_a_crafted_file_with_a_true_checksum_runs_nothing(name: str, form: str, 
         (pickle.dump if form == "pickle" else torch.save)(content, file)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][name] = folders.fingerprint(path / name)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(folders.sealed(manifest)))
     with pytest.raises(CheckpointError, match=f"{name} can't be loaded"):
         fit(tmp_path / "d", 2, ckpt_path=path)
     assert not victim.exists()
@@ -293,7 +337,7 @@ def test_a_manifest_may_not_name_files_elsewhere(tmp_path: Path) -> None:
     path = Path(fit(tmp_path / "c", 1).last_path)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["../../secret"] = {"size": 0, "sha256": ""}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(folders.sealed(manifest)))
     with pytest.raises(CheckpointError, match=r"names '\.\./\.\./secret', which is no file of a checkpoint"):
         read_checkpoint(path)
 

@@ -227,7 +227,7 @@ def test_a_manifest_of_nonsense_is_passed_over(content: str, tmp_path: Path) -> 
     first, last = keep.kept
     (Path(last) / "manifest.json").write_text(content)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="passed over")
+        warnings.filterwarnings("ignore", message="samestep: passed over")
         assert str(newest_intact([tmp_path / "c"])) == first
     with pytest.raises(CheckpointError):
         verify(Path(last))

@@ -332,7 +332,7 @@ def test_a_damaged_manifest_is_named_when_it_is_passed_over(tmp_path: Any) -> No
     manifest = newest / "manifest.json"
     manifest.write_text(manifest.read_text("utf-8").replace('"step"', '"stop"'), "utf-8")
     (newest / "model.safetensors").write_bytes(b"")
-    with pytest.warns(UserWarning, match=f"passed over: .*{newest.name}"):
+    with pytest.warns(UserWarning, match=f"samestep: passed over: .*{newest.name}"):
         assert newest_intact([tmp_path]) == sorted(tmp_path.glob("step-*"))[-2]
 
 

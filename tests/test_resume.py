@@ -125,7 +125,9 @@ def test_resuming_inside_an_epoch_sees_each_sample_once(ranks: int, tmp_path: Pa
             assert batches == expected[len(expected) - len(batches) :]
 
 
-def test_auto_takes_the_newest_intact_checkpoint_or_starts_anew(tmp_path: Path) -> None:
+def test_auto_takes_the_newest_intact_checkpoint_or_starts_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     started = run(str(tmp_path / "a"), 2, "auto", {})
     assert len(started["paths"]) == 2
     newest = Path(started["paths"][-1])
@@ -133,8 +135,10 @@ def test_auto_takes_the_newest_intact_checkpoint_or_starts_anew(tmp_path: Path) 
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.warns(UserWarning, match="damaged"):
-        resumed = run(str(tmp_path / "a"), 3, "auto", {})
+    capsys.readouterr()
+    resumed = run(str(tmp_path / "a"), 3, "auto", {})
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "passed over" in line)
+    assert line.startswith(f"samestep: passed over: {weights} is damaged: its checksum differs.")
     assert resumed["trace"][0] == ("epoch", 1)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged.*Beside it are"):
         run(str(tmp_path / "b"), 3, str(newest), {})
@@ -186,7 +190,7 @@ def test_a_checkpoint_loads_in_plain_torch_and_runs_no_code(tmp_path: Path) -> N
 
     content = json.loads(manifest.read_text())
     content["files"] = {name: folder.fingerprint(path / name) for name in content["files"]}
-    manifest.write_text(json.dumps(content))
+    manifest.write_text(json.dumps(folder.sealed(content)))
     with pytest.raises(CheckpointError, match=r"training\.pt can't be loaded without running code"):
         run(str(tmp_path / "b"), 2, str(path), {})
     assert not (tmp_path / "evil").exists()

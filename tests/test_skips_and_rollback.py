@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,19 @@ class Average(Callback):
         self.value = 0.9 * self.value + 0.1 * parameters_of(task).sum()
 
 
+class SavesAfter(Callback):
+    """Saves after a micro-batch, under its number; with None never."""
+
+    monitors = True  # behind those that go back
+
+    def __init__(self, batches: int | None, folder: Path) -> None:
+        self.batches, self.folder = batches, folder
+
+    def on_train_step_end(self, trainer: Any, task: Any) -> None:
+        if trainer.progress.batch_idx == self.batches:
+            trainer.save_checkpoint(self.folder / str(self.batches))
+
+
 class PlainSteps(Noisy):
     """Without random numbers: those of a skipped step's forward are drawn all the same."""
 
@@ -92,9 +106,10 @@ def same(first: Outcome, second: Outcome) -> bool:
 
 def train(data: TensorDataset, ranks: int = 1, **options: Any) -> tuple[Outcome, float]:
     """The outcome, and the logged number of skipped steps."""
+    ckpt_path = options.pop("ckpt_path", None)
     trainer = quiet_trainer(max_epochs=1, precision=64, seed=3, log_every_n_steps=1, **options)
     task = PlainSteps()  # with the weights that the trainer's seed gives
-    trainer.fit(task, DataLoader(data, SIZE // ranks))
+    trainer.fit(task, DataLoader(data, SIZE // ranks), ckpt_path=ckpt_path)
     return outcome(trainer, task), trainer.logged_metrics["skipped_steps"].item() if options else 0.0
 
 
@@ -137,6 +152,24 @@ def test_too_many_in_a_row_end_the_run_as_diverged(capsys: pytest.CaptureFixture
         in capsys.readouterr().err
     )
     assert train(data, skip_nonfinite=3)[1] == 4
+
+
+def test_a_resumed_run_goes_on_counting_what_it_skips(tmp_path: Path) -> None:
+    def run(limit: int, at: int | None, ckpt_path: Path | None = None) -> tuple[Outcome, float]:
+        return train(
+            data_with(math.inf, 2, 5, 6, 7, 11),
+            skip_nonfinite=limit,
+            callbacks=[SavesAfter(at, tmp_path)],
+            ckpt_path=ckpt_path,
+        )
+
+    whole = run(3, 7)
+    assert whole[1] == 5
+    resumed = run(3, None, tmp_path / "7")
+    assert same(resumed[0], whole[0])
+    assert resumed[1] == 5, "two before the checkpoint, and three behind it"
+    with pytest.raises(DivergedError, match="in 3 steps in a row, after step 4"):
+        run(2, None, tmp_path / "7")
 
 
 def diverge_on_ranks() -> None:
@@ -198,6 +231,46 @@ def test_a_run_that_goes_back_is_the_run_that_was_never_given_those_batches(rank
     results = [compare_rollbacks(1)] if ranks == 1 else run_ranks(compare_rollbacks, 2, 2, timeout=100)
     for result in results:
         assert result == [True] * 9
+
+
+def resume_rollbacks(ranks: int, folder: str, saves: bool, stops: tuple[int, ...]) -> list[Any]:
+    """Runs that save after a micro-batch each, or those that go on from what they saved; with the good states they end with."""
+    results: list[Any] = []
+    for stop in stops:
+        average, back = Average(), LossSpikeRollback("loss", threshold=30, every_n_train_steps=4)
+        trainer = quiet_trainer(
+            max_epochs=1, precision=64, seed=3, log_every_n_steps=1, strategy=DDPStrategy(comm_hook="powersgd"),
+            callbacks=[back, average, SavesAfter(stop if saves else None, Path(folder))],
+        )  # fmt: skip
+        task = Noisy()
+        data = DataLoader(data_with(1e6, 9, 16), SIZE // ranks)
+        trainer.fit(task, data, ckpt_path=None if saves else Path(folder) / str(stop))
+        states = [
+            *back.state_dict()["values"],
+            back.rollbacks,
+            back.state_dict()["good"]["step"],
+            torch.rand(()).item(),
+        ]
+        results.append((outcome(trainer, task), average.value.item(), states))
+    return results
+
+
+# Good states are taken at the start and behind 4, 8, …; the jumps come with the tenth and the seventeenth.
+STOPS = (2, 7, 8, 9, 10, 13, 16, 17, 20)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_goes_back_as_the_one_that_was_never_stopped(ranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    whole = run_ranks(resume_rollbacks, ranks, ranks, folder, True, STOPS, timeout=100)
+    resumed = run_ranks(resume_rollbacks, ranks, ranks, folder, False, STOPS, timeout=100)
+    for before, after in zip(whole, resumed, strict=True):
+        for first, second in zip(before, after, strict=True):
+            assert first[2][-3] == 2, "rollbacks"
+            assert same(first[0], second[0])
+            assert first[1:] == second[1:]
+    (other,) = run_ranks(resume_rollbacks, 1, 1, folder, False, (20,), timeout=100)
+    assert other[0][0][3] == whole[0][0][0][3], "on another number of ranks it goes on with a good state of its own"
 
 
 def test_the_way_back_is_told_and_bounded(capsys: pytest.CaptureFixture[str]) -> None:

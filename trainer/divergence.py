@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -37,6 +36,14 @@ class SkippedSteps:
         self._strategy, self._limit = strategy, limit
         self.total = self.in_a_row = 0
 
+    def state_dict(self) -> dict[str, int]:
+        """The counters: those of a resumed run go on."""
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on counting from there."""
+        self.total, self.in_a_row = state["total"], state["in_a_row"]
+
     def must_skip(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
         """Whether the step is not to be taken; `step`: those that were taken so far.
 
@@ -62,50 +69,48 @@ class SkippedSteps:
         return True
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What training had come to at a step, in memory: everything but the position in the data."""
+class Snapshot(TypedDict):
+    """What training had come to at a step: everything but the position in the data. Plain, so a checkpoint can hold it."""
 
     step: int
-    model: Mapping[str, Any]
-    optimizers: list[dict[str, Any]]
-    schedulers: list[dict[str, Any]]
-    callbacks: dict[str, Mapping[str, Any]]
-    strategy: dict[str, Any]
+    shared: dict[str, Any]
+    """Model, optimizers, schedulers, callbacks and strategy: the same on all ranks."""
     rank: dict[str, Any]
-    """The strategy's state of this rank alone."""
-    rng: dict[str, Any]
+    """The strategy's state of this rank alone, and its random numbers."""
 
-    @classmethod
-    def take(cls, trainer: Trainer) -> Snapshot:
-        """Copy the state of training, to the CPU."""
-        strategy = trainer.strategy
-        return cls(
-            trainer.global_step,
-            _copied(strategy.model_state(trainer.task)),
-            [_copied(strategy.optimizer_state(optimizer)) for optimizer in trainer.optimizers],
-            [_copied(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-            {key: _copied(callback.state_dict()) for key, callback in _followers(trainer)},
-            _copied(strategy.state_dict()),
-            _copied(strategy.rank_state_dict()),
-            rng_state(),
-        )
 
-    def restore(self, trainer: Trainer) -> None:
-        """Bring training back to it. The position in the data stays: the run goes on with samples it has not seen."""
-        strategy = trainer.strategy
-        strategy.load_model_state(trainer.task, self.model)
-        for optimizer, state in zip(trainer.optimizers, self.optimizers, strict=True):
-            strategy.load_optimizer_state(optimizer, copy.deepcopy(state))
-        for config, state in zip(trainer.lr_scheduler_configs, self.schedulers, strict=True):
-            config.scheduler.load_state_dict(copy.deepcopy(state))
-        for key, callback in _followers(trainer):
-            if key in self.callbacks:
-                callback.load_state_dict(copy.deepcopy(self.callbacks[key]))
-        strategy.load_state_dict(self.strategy)
-        strategy.load_rank_state_dict(self.rank)
-        set_rng_state(self.rng)
-        trainer.progress.global_step = self.step
+def take_snapshot(trainer: Trainer) -> Snapshot:
+    """Copy the state of training, to the CPU."""
+    strategy = trainer.strategy
+    shared = {
+        "model": _copied(strategy.model_state(trainer.task)),
+        "optimizers": [_copied(strategy.optimizer_state(optimizer)) for optimizer in trainer.optimizers],
+        "schedulers": [_copied(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "callbacks": {key: _copied(callback.state_dict()) for key, callback in _followers(trainer)},
+        "strategy": _copied(strategy.state_dict()),
+    }
+    return {
+        "step": trainer.global_step,
+        "shared": shared,
+        "rank": {"strategy": _copied(strategy.rank_state_dict()), "rng": rng_state()},
+    }
+
+
+def go_back(trainer: Trainer, snapshot: Snapshot) -> None:
+    """Bring training back to a snapshot. The position in the data stays: the run goes on with samples it has not seen."""
+    strategy, shared, rank = trainer.strategy, snapshot["shared"], snapshot["rank"]
+    strategy.load_model_state(trainer.task, shared["model"])
+    for optimizer, state in zip(trainer.optimizers, shared["optimizers"], strict=True):
+        strategy.load_optimizer_state(optimizer, copy.deepcopy(state))
+    for config, state in zip(trainer.lr_scheduler_configs, shared["schedulers"], strict=True):
+        config.scheduler.load_state_dict(copy.deepcopy(state))
+    for key, callback in _followers(trainer):
+        if key in shared["callbacks"]:
+            callback.load_state_dict(copy.deepcopy(shared["callbacks"][key]))
+    strategy.load_state_dict(shared["strategy"])
+    strategy.load_rank_state_dict(rank["strategy"])
+    set_rng_state(rank["rng"])
+    trainer.progress.global_step = snapshot["step"]
 
 
 def _followers(trainer: Trainer) -> list[tuple[str, Any]]:

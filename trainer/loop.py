@@ -118,12 +118,17 @@ class TrainingLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on, and is the same on all ranks."""
-        return {"weighted": self.weighted, "weights": self.weights.state_dict()}
+        state: dict[str, Any] = {"weighted": self.weighted, "weights": self.weights.state_dict()}
+        if self.skipped is not None:
+            state["skipped"] = self.skipped.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.weighted = state["weighted"]
         self.weights.load_state_dict(state["weights"])
+        if self.skipped is not None and "skipped" in state:
+            self.skipped.load_state_dict(state["skipped"])
 
     def metrics_state_dict(self) -> dict[str, Any]:
         """What this rank has logged and counted and nobody has read yet; of an epoch that was cut short, all of it."""

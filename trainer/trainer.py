@@ -34,7 +34,7 @@ from .data.position import Position
 from .data.prepared import PreparedLoader
 from .data.source import DataSource
 from .data_module import DataModule
-from .divergence import DivergedError, Snapshot
+from .divergence import DivergedError, Snapshot, go_back, take_snapshot
 from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
 from .fit import FitRun
 from .fit_loaders import FitLoaders
@@ -414,11 +414,11 @@ class Trainer:
 
     def take_snapshot(self) -> Snapshot:
         """Copy the state of training, without the position in the data, to the CPU's memory. All ranks must."""
-        return Snapshot.take(self)
+        return take_snapshot(self)
 
     def go_back(self, snapshot: Snapshot) -> None:
         """Bring training back to a snapshot, and go on with the samples that come next. All ranks must, at the same step."""
-        snapshot.restore(self)
+        go_back(self, snapshot)
 
     def diverge(self, reason: str) -> NoReturn:
         """End the run as diverged, on all ranks at the same step.

@@ -51,7 +51,7 @@ def _ranks(checkpoint: Checkpoint) -> int:
 
 def _said(checkpoint: Checkpoint) -> dict[str, Any]:
     """The manifest, without what differs between any two."""
-    return {name: value for name, value in checkpoint.manifest.items() if name not in ("created", "files")}
+    return {name: value for name, value in checkpoint.manifest.items() if name not in ("created", "files", "sha256")}
 
 
 def _compare(where: str, first: Any, second: Any) -> Iterator[Difference]:

@@ -3,7 +3,7 @@
 model.safetensors   the task's weights, under its own names
 training.pt         optimizers, schedulers, progress, callbacks, hyperparameters
 rank-00000.pt …     what differs from rank to rank: random numbers
-manifest.json       written last: versions, step, metrics, size and checksum of each file
+manifest.json       written last: versions, step, metrics, size and checksum of each file, and one of its own
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, cast
@@ -86,7 +86,64 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} can't be read: {error}.{_neighbours(path)}") from None
     _check_format(path, manifest)
+    if problem := _problem(manifest):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {problem}.{_neighbours(path)}")
     return manifest
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the checksum of its own content."""
+    return {**manifest, "sha256": _checksum(manifest)}
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# What all manifests hold. Those of earlier versions have no checksum of their own, and nothing else either.
+_KEYS = frozenset(
+    (
+        "format",
+        "created",
+        "versions",
+        "task",
+        "step",
+        "epoch",
+        "world_size",
+        "metrics",
+        "weights_only",
+        "finite",
+        "files",
+    )
+)
+
+
+def _problem(manifest: dict[str, Any]) -> str:
+    """What shows that a manifest is not as it was written; empty: nothing does."""
+    if "sha256" in manifest and manifest["sha256"] != _checksum(manifest):
+        return "its own checksum differs"
+    if "sha256" not in manifest and (unknown := sorted(manifest.keys() - _KEYS)):
+        return f"it holds {', '.join(map(repr, unknown))}, which no manifest without a checksum does"
+    try:
+        created_at(manifest)
+    except (KeyError, TypeError, ValueError):
+        return f"its created is {manifest.get('created')!r}, expected a time"
+    for name, least in (("step", 0), ("epoch", 0), ("world_size", 1)):
+        value = manifest.get(name)
+        if type(value) is not int or value < least:
+            return f"its {name} is {value!r}, expected a whole number of {least} or more"
+    files: Any = manifest.get("files")
+    if not isinstance(files, dict) or not all(
+        _is_fingerprint(value) for value in cast("dict[str, Any]", files).values()
+    ):
+        return "its files are not names with a size and a sha256 each"
+    missing = next((name for name in map(rank_file, range(manifest["world_size"])) if name not in files), None)
+    return f"it names no {missing}, but was written on {manifest['world_size']} ranks" if missing else ""
+
+
+def _is_fingerprint(value: Any) -> bool:
+    return isinstance(value, dict) and type(value.get("size")) is int and isinstance(value.get("sha256"), str)  # pyright: ignore
 
 
 def _check_format(path: Path, manifest: dict[str, Any]) -> None:
@@ -114,7 +171,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 def damage(path: Path, manifest: dict[str, Any]) -> Iterable[str]:
     """What is wrong with the files of a checkpoint, one sentence for each file."""
-    files = cast("dict[str, dict[str, Any]]", manifest.get("files") or {})
+    files = cast("dict[str, dict[str, Any]]", manifest["files"])
     for name in dict.fromkeys((MODEL, TRAINING, *files)):
         expected = files.get(name)
         if not PART.fullmatch(name):
@@ -125,8 +182,12 @@ def damage(path: Path, manifest: dict[str, Any]) -> Iterable[str]:
         except OSError as error:
             yield f"{path / name} can't be read: {error.strerror}"
             continue
-        if expected != found:
-            yield f"{path / name} is damaged: expected {expected}, found {found}"
+        if expected is None:
+            yield f"{path / MANIFEST} is damaged: it does not name {name}"
+        elif expected["size"] != found["size"]:
+            yield f"{path / name} is damaged: its size is {found['size']} bytes, expected {expected['size']}"
+        elif expected != found:
+            yield f"{path / name} is damaged: its checksum differs"
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -161,7 +222,7 @@ def checkpoints_in(*folders: Path) -> list[tuple[Path, dict[str, Any]]]:
             try:
                 manifest = json.loads((entry / MANIFEST).read_text("utf-8"))
                 created, step = created_at(manifest), int(manifest["step"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 manifest = {}
                 created, step = datetime.fromtimestamp(entry.stat().st_mtime, timezone.utc), -1
             found.append((created, step, entry, manifest))
@@ -169,8 +230,8 @@ def checkpoints_in(*folders: Path) -> list[tuple[Path, dict[str, Any]]]:
     return [(path, manifest) for _, _, path, manifest in found]
 
 
-def newest_intact(folders: Iterable[Path]) -> Path | None:
-    """The checkpoint in these folders that was made last and verifies; damaged ones are named in a warning.
+def newest_intact(folders: Iterable[Path], tell: Callable[[str], None] = warnings.warn) -> Path | None:
+    """The checkpoint in these folders that was made last and verifies; `tell` is told which damaged ones are passed over.
 
     Those that hold weights only are no candidates: nothing can go on from them.
     """
@@ -180,7 +241,7 @@ def newest_intact(folders: Iterable[Path]) -> Path | None:
         try:
             verify(path)
         except CheckpointError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=2)
+            tell(f"samestep: passed over: {error}")
             continue
         return path
     return None

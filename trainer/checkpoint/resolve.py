@@ -26,7 +26,7 @@ def checkpoint_to_resume(trainer: Trainer, ckpt_path: str | os.PathLike[str] | N
         return None
     if ckpt_path == "auto":
         folders = [callback.folder(trainer) for callback in trainer.checkpoint_callbacks]
-        ours = newest_intact(folders) if trainer.is_global_zero else None
+        ours = newest_intact(folders, trainer.strategy.say) if trainer.is_global_zero else None
         newest = trainer.strategy.broadcast(ours, name="newest checkpoint")
         if newest is None:
             trainer.print(f"ckpt_path='auto': {_why_none(trainer, folders)}, so this run starts anew")
@@ -86,4 +86,4 @@ def _last_path(trainer: Trainer) -> str:
     callback = trainer.checkpoint_callback
     if callback is None:
         return ""
-    return callback.last_path or os.fspath(newest_intact([callback.folder(trainer)]) or "")
+    return callback.last_path or os.fspath(newest_intact([callback.folder(trainer)], trainer.strategy.say) or "")

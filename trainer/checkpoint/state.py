@@ -77,6 +77,9 @@ def state_of_rank(trainer: Trainer, *, weights_only: bool = False) -> dict[str, 
         return state
     if own := trainer.strategy.rank_state_dict():
         state["strategy"] = own
+    keyed = zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True)
+    if theirs := {key: mine for key, callback in keyed if (mine := callback.rank_state_dict())}:
+        state["callbacks_of_rank"] = theirs
     data = trainer.training_data
     if data is not None and (where := data.state_dict(trainer.progress.batch_idx)):
         state["loader"] = where
@@ -211,6 +214,8 @@ def restore(
     for key, callback in zip(state_keys(trainer.callbacks), trainer.callbacks, strict=True):
         if key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][key])
+        if key in own.get("callbacks_of_rank", {}):
+            callback.load_rank_state_dict(own["callbacks_of_rank"][key])
     trainer.progress.load_state_dict(state["progress"])
     _find_place(trainer, checkpoint, Position.from_state(state.get("position")), own.get("loader", {}))
     trainer.callback_metrics |= {name: torch.tensor(v, dtype=torch.float64) for name, v in state["metrics"].items()}

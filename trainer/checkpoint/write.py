@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from .files import save_state
-from .folder import MANIFEST, MODEL, TRAINING, CheckpointError, fingerprint, is_checkpoint, now, rank_file, synced
+from .folder import (
+    MANIFEST,
+    MODEL,
+    TRAINING,
+    CheckpointError,
+    fingerprint,
+    is_checkpoint,
+    now,
+    rank_file,
+    sealed,
+    synced,
+)
 from .migrations import FORMAT
 from .staging import claim, old_of, staging_of
 from .weights import are_finite, save_tensors
@@ -37,7 +48,7 @@ class Content:
     rank_state: dict[str, Any]
     """For this rank's file."""
     description: dict[str, Any]
-    """For the manifest, beside `format`, `created`, `versions`, `finite` and `files`."""
+    """For the manifest, beside `format`, `created`, `versions`, `finite`, `files` and `sha256`."""
 
 
 def write_checkpoint(
@@ -93,7 +104,7 @@ def write_checkpoint(
             "files": {name: files[name] for files in told for name in sorted(files)},
         }
         with open(staging / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=2)
+            json.dump(sealed(manifest), file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         synced(staging)

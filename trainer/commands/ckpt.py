@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import CheckpointError, checkpoints_in, damage, is_checkpoint, read_manifest
+from ..checkpoint.folder import MODEL, TRAINING, CheckpointError, checkpoints_in, damage, is_checkpoint, read_manifest
 
 DESCRIPTION = "list, verify, compare and export checkpoints"
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--verify", action="store_true", help="check every file: reads all of them")
         elif name == "verify":
             command.add_argument(
-                "paths", type=Path, nargs="+", metavar="path", help="a checkpoint, or a folder of them"
+                "paths", type=Path, nargs="+", metavar="path", help="a checkpoint, a folder of them, or a run's"
             )
         elif name == "diff":
             command.add_argument("first", type=Path)
@@ -70,8 +70,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder: expected one with checkpoints, or the folder of a run.")
-    if (folder / "checkpoints").is_dir() and not checkpoints_in(folder):
-        folder = folder / "checkpoints"
+    folder = _folder_of(folder)
     entries = [_entry(path, verify=arguments.verify) for path, _ in checkpoints_in(folder)]
     if arguments.json:
         print(json.dumps(_plain(entries), indent=2, allow_nan=False))
@@ -82,6 +81,11 @@ def _ls(arguments: argparse.Namespace) -> int:
     return int(any(entry["problems"] for entry in entries))
 
 
+def _folder_of(folder: Path) -> Path:
+    """The folder itself, or that of its checkpoints, where it is a run's."""
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() and not checkpoints_in(folder) else folder
+
+
 def _entry(path: Path, *, verify: bool) -> dict[str, Any]:
     """What `ls` tells of a checkpoint: of its manifest, and of the sizes of its files."""
     links = [link for link in ("best", "last") if _leads_to(path.parent / link, path)]
@@ -90,7 +94,7 @@ def _entry(path: Path, *, verify: bool) -> dict[str, Any]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return {**entry, "problems": [str(error)]}
-    files: dict[str, Any] = manifest.get("files") or {}
+    files: dict[str, Any] = manifest["files"]
     sizes = [file.stat().st_size if (file := path / name).is_file() else -1 for name in files]
     entry["problems"] = (
         list(damage(path, manifest))
@@ -98,7 +102,7 @@ def _entry(path: Path, *, verify: bool) -> dict[str, Any]:
         else [
             f"{path / name} {'is missing' if size < 0 else 'has another size'}"
             for (name, expected), size in zip(files.items(), sizes, strict=True)
-            if size != expected.get("size")
+            if size != expected["size"]
         ]
     )
     told = ("step", "epoch", "created", "world_size", "task", "weights_only", "finite", "metrics", "versions", "format")
@@ -183,9 +187,19 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoints_at(path: Path) -> Iterator[Path]:
-    """The path itself, or the checkpoints in the folder that it is."""
-    inside = [] if is_checkpoint(path) or not path.is_dir() else [found for found, _ in checkpoints_in(path)]
-    yield from inside or [path]
+    """The path itself, or the checkpoints in the folder that it is, or in that of the run.
+
+    Raises:
+        CheckpointError: there is none, nor what is left of one.
+    """
+    if is_checkpoint(path) or any((path / name).exists() for name in (MODEL, TRAINING)):
+        yield path
+        return
+    folder = _folder_of(path)
+    found = checkpoints_in(folder)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {folder}" if path.is_dir() else f"{path} is no folder.")
+    yield from (checkpoint for checkpoint, _ in found)
 
 
 # --- diff ------------------------------------------------------------------------------------
