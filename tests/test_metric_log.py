@@ -1105,3 +1105,47 @@ def test_any_sequence_of_calls_is_reduced_as_by_hand(ranks: int) -> None:
         assert [point[2] for point in points] == pytest.approx([point[2] for point in right], rel=1e-12, abs=1e-12), (
             seed
         )
+
+
+# --- names that would stand for two values ------------------------------------------------------
+
+
+class TwoSteps(ScalarWeight):
+    def __init__(self, training: str, validation: str) -> None:
+        super().__init__(lr=0.0)
+        self.names = training, validation
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log(self.names[0], 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(self.names[1], 2.0)
+
+
+def one_name_for_two() -> None:
+    quiet_trainer(max_epochs=2, log_every_n_steps=1).fit(TwoSteps("loss", "loss"), numbers(4), numbers(4))
+
+
+def test_a_name_of_both_training_and_validation_is_refused_on_every_rank() -> None:
+    for error in errors_of_ranks(one_name_for_two, 2):
+        assert "self.log('loss') in training and in validation: one name would stand for two values" in error
+    trainer = quiet_trainer(max_epochs=2, log_every_n_steps=1)
+    trainer.fit(TwoSteps("train/loss", "val/loss"), numbers(4), numbers(4))
+    assert trainer.callback_metrics == {"train/loss": 1.0, "val/loss": 2.0}
+
+
+@pytest.mark.parametrize("first", ["x", "x_epoch", "x_step"])
+def test_a_name_that_another_one_is_published_under_is_refused(first: str) -> None:
+    def step(task: Task, batch: Tensor, batch_idx: int) -> None:
+        for name in (first, "x" if first != "x" else "x_epoch"):
+            task.log(name, 1.0, on_step=name != "x_epoch", on_epoch=name != "x_step")
+
+    with pytest.raises(ValueError, match=r"published as x_step and x_epoch: expected distinct names"):
+        quiet_trainer(max_epochs=1).fit(Logs(step), numbers(4))
+
+
+@pytest.mark.parametrize("name", ["", "step", "hyperparameters"])
+def test_names_that_loggers_write_themselves_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"Expected a name of its own, such as 'train/loss'"):
+        quiet_trainer(max_epochs=1).fit(Logs(lambda task, batch, batch_idx: task.log(name, 1.0)), numbers(4))
