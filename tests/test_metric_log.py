@@ -512,7 +512,7 @@ class StepAndEpoch(ScalarWeight):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.mean_metric(batch)
-        self.log("step", self.mean_metric)
+        self.log("each", self.mean_metric)
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
@@ -537,7 +537,7 @@ def log_step_and_epoch() -> tuple[Keeping, dict[str, float]]:
 def test_a_torchmetrics_object_is_logged_at_steps_under_one_name_and_at_the_end_under_another(ranks: int) -> None:
     logger, result = on_ranks(log_step_and_epoch, ranks)[0]
     steps = [1.0, 2.0, 3.0, 6.0] if ranks == 1 else [1.5, 4.5]
-    assert logger.points("step") == [(at + 1, value) for at, value in enumerate(steps * 2)]
+    assert logger.points("each") == [(at + 1, value) for at, value in enumerate(steps * 2)]
     assert logger.points("epoch") == [(len(steps), 3.0), (2 * len(steps), 3.0)]
     assert result == {"running": 4.0, "end": 4.0}
 
