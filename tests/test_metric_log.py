@@ -194,7 +194,7 @@ def test_a_name_reduced_in_another_way_on_another_rank_is_an_error_on_every_rank
 def log_at_step_and_epoch() -> tuple[list[tuple[int, dict[str, float]]], dict[str, float], dict[str, float]]:
     def step(task: Logs, batch: Tensor, batch_idx: int) -> None:
         task.log("both", batch.mean(), on_step=True, on_epoch=True, prog_bar=True)
-        task.log("step", batch.mean(), prog_bar=True)
+        task.log("alone", batch.mean(), prog_bar=True)
         task.log("epoch", batch.mean(), on_step=False, on_epoch=True)
         task.log("hidden", batch.mean(), on_epoch=True, logger=False)
 
@@ -216,16 +216,16 @@ def test_names_say_whether_a_value_is_of_the_step_or_of_the_epoch(ranks: int) ->
 
     # Steps 2, 4 and 6 are logged; the epochs end with steps 3 and 6.
     assert outcomes[0][0] == [
-        (2, approximately(both_step=means[1], step=means[1])), (3, approximately(both_epoch=mean, epoch=mean)),
-        (4, approximately(both_step=means[0], step=means[0])), (6, approximately(both_step=means[2], step=means[2])),
+        (2, approximately(both_step=means[1], alone=means[1])), (3, approximately(both_epoch=mean, epoch=mean)),
+        (4, approximately(both_step=means[0], alone=means[0])), (6, approximately(both_step=means[2], alone=means[2])),
         (6, approximately(both_epoch=mean, epoch=mean)),
     ]  # fmt: skip
     for _, monitored, shown in outcomes:
         assert monitored == approximately(
-            both=mean, both_step=means[2], both_epoch=mean, step=means[2], epoch=mean,
+            both=mean, both_step=means[2], both_epoch=mean, alone=means[2], epoch=mean,
             hidden=mean, hidden_step=means[2], hidden_epoch=mean,
         )  # fmt: skip
-        assert shown == approximately(both_step=means[2], both_epoch=mean, step=means[2])
+        assert shown == approximately(both_step=means[2], both_epoch=mean, alone=means[2])
 
 
 WINDOWS = [1, 2, 3]
