@@ -167,12 +167,12 @@ class PredictionWriter(BasePredictionWriter):
         super().on_predict_epoch_end(trainer, task)
 
 
-def read_predictions(folder: str | os.PathLike[str], dataloader_idx: int = 0) -> tuple[list[Any], Any]:
+def read_predictions(folder: str | os.PathLike[str], dataloader_idx: int | None = None) -> tuple[list[Any], Any]:
     """Read what a `PredictionWriter` wrote on any number of ranks.
 
     Args:
         folder: its `output_dir`.
-        dataloader_idx: of several loaders, the one.
+        dataloader_idx: of several loaders, the one; may be left out where there was one.
 
     Returns:
         The indices of the predicted samples in the dataset, each once, in ascending order; and their predictions in that
@@ -180,10 +180,16 @@ def read_predictions(folder: str | os.PathLike[str], dataloader_idx: int = 0) ->
 
     Raises:
         FileNotFoundError: a rank's file is missing, since its run did not come to its end, or is on another host.
-        ValueError: files are of different runs, the indices are not known, or the predictions can't be told apart.
+        ValueError: there were several loaders, and none is chosen; files are of different runs, the indices are not known, or the predictions can't be told apart.
     """
     folder = Path(folder)
-    world_size = int(_read(_rank_file(folder, 0))["world_size"])
+    first_rank = _read(_rank_file(folder, 0))
+    world_size, loaders = int(first_rank["world_size"]), len(first_rank["indices"])
+    if dataloader_idx is None and loaders > 1:
+        raise ValueError(
+            f"{folder} holds the predictions of {loaders} loaders: expected dataloader_idx, 0 to {loaders - 1}."
+        )
+    dataloader_idx = dataloader_idx or 0
     indices: list[Any] = []
     predictions: list[Any] = []
     for rank in range(world_size):

@@ -194,7 +194,7 @@ def test_a_name_reduced_in_another_way_on_another_rank_is_an_error_on_every_rank
 def log_at_step_and_epoch() -> tuple[list[tuple[int, dict[str, float]]], dict[str, float], dict[str, float]]:
     def step(task: Logs, batch: Tensor, batch_idx: int) -> None:
         task.log("both", batch.mean(), on_step=True, on_epoch=True, prog_bar=True)
-        task.log("step", batch.mean(), prog_bar=True)
+        task.log("alone", batch.mean(), prog_bar=True)
         task.log("epoch", batch.mean(), on_step=False, on_epoch=True)
         task.log("hidden", batch.mean(), on_epoch=True, logger=False)
 
@@ -216,16 +216,16 @@ def test_names_say_whether_a_value_is_of_the_step_or_of_the_epoch(ranks: int) ->
 
     # Steps 2, 4 and 6 are logged; the epochs end with steps 3 and 6.
     assert outcomes[0][0] == [
-        (2, approximately(both_step=means[1], step=means[1])), (3, approximately(both_epoch=mean, epoch=mean)),
-        (4, approximately(both_step=means[0], step=means[0])), (6, approximately(both_step=means[2], step=means[2])),
+        (2, approximately(both_step=means[1], alone=means[1])), (3, approximately(both_epoch=mean, epoch=mean)),
+        (4, approximately(both_step=means[0], alone=means[0])), (6, approximately(both_step=means[2], alone=means[2])),
         (6, approximately(both_epoch=mean, epoch=mean)),
     ]  # fmt: skip
     for _, monitored, shown in outcomes:
         assert monitored == approximately(
-            both=mean, both_step=means[2], both_epoch=mean, step=means[2], epoch=mean,
+            both=mean, both_step=means[2], both_epoch=mean, alone=means[2], epoch=mean,
             hidden=mean, hidden_step=means[2], hidden_epoch=mean,
         )  # fmt: skip
-        assert shown == approximately(both_step=means[2], both_epoch=mean, step=means[2])
+        assert shown == approximately(both_step=means[2], both_epoch=mean, alone=means[2])
 
 
 WINDOWS = [1, 2, 3]
@@ -512,7 +512,7 @@ class StepAndEpoch(ScalarWeight):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.mean_metric(batch)
-        self.log("step", self.mean_metric)
+        self.log("each", self.mean_metric)
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
@@ -537,7 +537,7 @@ def log_step_and_epoch() -> tuple[Keeping, dict[str, float]]:
 def test_a_torchmetrics_object_is_logged_at_steps_under_one_name_and_at_the_end_under_another(ranks: int) -> None:
     logger, result = on_ranks(log_step_and_epoch, ranks)[0]
     steps = [1.0, 2.0, 3.0, 6.0] if ranks == 1 else [1.5, 4.5]
-    assert logger.points("step") == [(at + 1, value) for at, value in enumerate(steps * 2)]
+    assert logger.points("each") == [(at + 1, value) for at, value in enumerate(steps * 2)]
     assert logger.points("epoch") == [(len(steps), 3.0), (2 * len(steps), 3.0)]
     assert result == {"running": 4.0, "end": 4.0}
 
@@ -1105,3 +1105,47 @@ def test_any_sequence_of_calls_is_reduced_as_by_hand(ranks: int) -> None:
         assert [point[2] for point in points] == pytest.approx([point[2] for point in right], rel=1e-12, abs=1e-12), (
             seed
         )
+
+
+# --- names that would stand for two values ------------------------------------------------------
+
+
+class TwoSteps(ScalarWeight):
+    def __init__(self, training: str, validation: str) -> None:
+        super().__init__(lr=0.0)
+        self.names = training, validation
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log(self.names[0], 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(self.names[1], 2.0)
+
+
+def one_name_for_two() -> None:
+    quiet_trainer(max_epochs=2, log_every_n_steps=1).fit(TwoSteps("loss", "loss"), numbers(4), numbers(4))
+
+
+def test_a_name_of_both_training_and_validation_is_refused_on_every_rank() -> None:
+    for error in errors_of_ranks(one_name_for_two, 2):
+        assert "self.log('loss') in training and in validation: one name would stand for two values" in error
+    trainer = quiet_trainer(max_epochs=2, log_every_n_steps=1)
+    trainer.fit(TwoSteps("train/loss", "val/loss"), numbers(4), numbers(4))
+    assert trainer.callback_metrics == {"train/loss": 1.0, "val/loss": 2.0}
+
+
+@pytest.mark.parametrize("first", ["x", "x_epoch", "x_step"])
+def test_a_name_that_another_one_is_published_under_is_refused(first: str) -> None:
+    def step(task: Task, batch: Tensor, batch_idx: int) -> None:
+        for name in (first, "x" if first != "x" else "x_epoch"):
+            task.log(name, 1.0, on_step=name != "x_epoch", on_epoch=name != "x_step")
+
+    with pytest.raises(ValueError, match=r"published as x_step and x_epoch: expected distinct names"):
+        quiet_trainer(max_epochs=1).fit(Logs(step), numbers(4))
+
+
+@pytest.mark.parametrize("name", ["", "step", "hyperparameters"])
+def test_names_that_loggers_write_themselves_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"Expected a name of its own, such as 'train/loss'"):
+        quiet_trainer(max_epochs=1).fit(Logs(lambda task, batch, batch_idx: task.log(name, 1.0)), numbers(4))

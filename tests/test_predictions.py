@@ -12,7 +12,7 @@ import torch
 from run_ranks import errors_of_ranks, run_ranks
 from samestep.callbacks import BasePredictionWriter, PredictionWriter, read_predictions
 from samestep.trainer import Task
-from tasks import quiet_trainer
+from tasks import ScalarWeight, quiet_trainer
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
@@ -313,7 +313,9 @@ def test_what_is_written_is_read_in_the_order_of_the_dataset(ranks: int, tmp_pat
             assert same(predictions, KINDS[kind](numbers(samples))), (kind, interval)
     indices, predictions = read_predictions(tmp_path / "several", 1)
     assert (indices, predictions.tolist()) == ([0, 1, 2], [0.5, 1.5, 2.5])
-    assert read_predictions(tmp_path / "several")[1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+    with pytest.raises(ValueError, match=r"holds the predictions of 2 loaders: expected dataloader_idx, 0 to 1"):
+        read_predictions(tmp_path / "several")
+    assert read_predictions(tmp_path / "several", 0)[1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert read_predictions(tmp_path / "single") == ([0, 1, 2, 3, 4], [0.0, 2.0, 4.0, 6.0, 8.0])
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert all(file.name.startswith(("predictions-rank-", "loader-")) for file in files), "something was left over"
@@ -367,3 +369,17 @@ def test_files_that_are_missing_or_can_not_be_read_are_named(tmp_path: Path) -> 
         predict(lambda x: x, DataLoader(numbers(4), 2), write_interval="step")
     with pytest.raises(ValueError, match=r"PredictionWriter\('batch'\): expected a folder first"):
         PredictionWriter("batch")
+
+
+def test_a_task_that_can_not_predict_is_told_so() -> None:
+    with pytest.raises(TypeError, match="has no predict_step, which predict needs: expected a method of that name"):
+        quiet_trainer().predict(ScalarWeight(), DataLoader(numbers(4), 2))
+
+
+def predict_a_stream() -> None:
+    quiet_trainer().predict(Predicts(lambda x: x), DataLoader(Stream(), 2))
+
+
+def test_predictions_of_a_dealt_stream_are_not_gathered_and_the_error_names_the_stream() -> None:
+    for error in errors_of_ranks(predict_a_stream, 2):
+        assert "which nobody knows of the stream Stream: expected a dataset with a length" in error

@@ -775,3 +775,87 @@ def test_a_fit_on_ranks_sees_in_each_step_the_samples_of_one_rank(kind: str, see
     assert len(one) == 8
     assert [dealt_back([rank[step] for rank in ranks]) for step in range(8)] == one
     assert one[:4] != one[4:]
+
+
+# --- one order on all ranks ------------------------------------------------------------------
+
+
+class OwnNumbers(Sampler[int]):
+    """Draws from a generator that nobody seeds alike on the ranks."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        self.drawn += 1
+        return iter(np.random.default_rng().permutation(24).tolist())
+
+
+class KeptNumbers(OwnNumbers):
+    """Draws from a generator of its own, which is the same on all ranks, and goes on from draw to draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        self.drawn += 1
+        return iter(self.numbers.permutation(24).tolist())
+
+
+class Validated(ScalarWeight):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("x", batch.mean())
+
+
+def read_in_other_orders() -> list[str]:
+    rank = torch.distributed.get_rank()
+    shuffled = random.Random(rank).sample(range(24), 24)
+    data = torch.arange(24.0)
+    loaders: list[Any] = [
+        DataLoader(data, 2, sampler=OwnNumbers()),
+        DataLoader(data, 2, sampler=shuffled),
+        DataLoader(data, batch_sampler=[shuffled[:12], shuffled[12:]]),
+        DataLoader(data, 2, shuffle=rank == 0),
+    ]
+    told: list[str] = []
+    for loader in loaders:
+        for begin in (quiet_trainer(max_epochs=1).fit, quiet_trainer().validate):
+            try:
+                begin(Validated(), loader)
+                told.append("nothing")
+            except (RuntimeError, ValueError) as error:
+                told.append(str(error))
+    return told
+
+
+def test_orders_that_differ_from_rank_to_rank_are_refused_on_every_rank_before_a_step() -> None:
+    every = run_ranks(read_in_other_orders, 2)
+    assert every[0] == every[1]
+    for name, told in zip(["training", "validation"] * 3, every[0][:6], strict=True):
+        assert told.startswith(f"the {name} loader's sampler gives other samples, or another order, on rank 1 than on")
+    for name, told in zip(["training", "validation"], every[0][6:], strict=True):
+        assert f"the {name} loader's sampler differs from rank to rank (rank 0: RandomSampler, rank 1: Seq" in told
+
+
+def read_with_a_sampler_that_goes_on() -> tuple[int, list[int]]:
+    sampler, seen = KeptNumbers(), list[int]()
+
+    class Seeing(ScalarWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.extend(batch.int().tolist())
+            return super().training_step(batch, batch_idx)
+
+    quiet_trainer(max_epochs=2).fit(Seeing(), DataLoader(torch.arange(24.0), 2, sampler=sampler))
+    return sampler.drawn, seen
+
+
+def test_comparing_the_orders_draws_nothing_from_a_sampler_that_would_not_be_drawn() -> None:
+    numbers = np.random.default_rng(5)
+    orders = [number for _ in range(2) for number in numbers.permutation(24).tolist()]
+    every = run_ranks(read_with_a_sampler_that_goes_on, 2)
+    assert [drawn for drawn, _ in every] == [2, 2]
+    assert dealt_back([seen for _, seen in every]) == orders

@@ -240,6 +240,42 @@ def test_a_weight_that_is_no_number_is_refused() -> None:
         wrong(torch.ones(2))
 
 
+def weighted_once(weight: Any) -> list[float]:
+    """The parameter after steps whose first has this weight on rank 0, the others the number of samples."""
+
+    class Once(Sums):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            first = batch_idx == 0 and this_rank() == 0
+            return {"loss": (self.w * batch).sum(), "weight": weight if first else len(batch)}
+
+    seen, batches = Updates(), [[[1.0], [2.0]]] * 2
+    quiet_trainer(max_epochs=1, precision=64, callbacks=[seen]).fit(Once(), Lists(batches))
+    return seen.weights
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), torch.tensor(float("nan")), torch.tensor(-1.0)])
+def test_a_weight_that_is_no_amount_is_seen_in_the_gradients_of_all_ranks(weight: Any) -> None:
+    for after in run_ranks(weighted_once, 2, weight):
+        assert after[1] != after[1], "NaN, and not a step without a gradient"
+
+
+def test_a_number_below_zero_is_no_weight() -> None:
+    with pytest.raises(
+        ValueError, match=r"the loss's weight is -1: expected what the loss is a sum over, zero or more"
+    ):
+        wrong(-1)
+
+
+def test_the_step_after_a_huge_weight_has_its_whole_gradient() -> None:
+    class Huge(Sums):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": (self.w * batch).sum().float(), "weight": 1e300 if batch_idx == 0 else len(batch)}
+
+    seen = Updates()
+    quiet_trainer(max_epochs=1, precision=64, callbacks=[seen]).fit(Huge(), Lists([[[1.0], [2.0]]]))
+    assert seen.weights == pytest.approx([1.0, 1.0, -1.0])
+
+
 @pytest.mark.parametrize("lever", [{"optimizer_in_backward": True}, {"comm_hook": "post_local_sgd"}])
 def test_levers_that_use_gradients_before_the_weights_are_known_are_refused(lever: dict[str, Any]) -> None:
     with pytest.raises(

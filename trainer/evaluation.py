@@ -15,6 +15,7 @@ from ..callbacks.callback import Callback
 from .control import ControlWord
 from .data.indices import recorded
 from .data.prepared import PreparedLoader
+from .data.sampling import check_same_order
 from .data.source import Transfer
 from .data.transfer import move_to_device
 from .hooks import HookTable, check_takes_all_arguments, overrides
@@ -111,7 +112,7 @@ class EvaluationLoop:
         held = {} if before is None else updates_of(task)
         # On each rank BatchNorm has seen other samples: rank 0's statistics count, as in the checkpoint.
         trainer.strategy.synchronize(task)
-        shared = [] if control is None else self._shared_batches(most)
+        shared = self._shared_batches(most)
         with self._mode():
             self._call("start")
             self._call("epoch_start")
@@ -144,10 +145,23 @@ class EvaluationLoop:
         return logged, [each.result() for each in kept]
 
     def _shared_batches(self, most: int | None) -> list[int]:
-        """For each loader, the batches that every rank has: only behind these can all ranks agree on something."""
-        mine = [loader.length or 0 for loader in self.loaders]
+        """For each loader, the batches that every rank has: only behind these can all ranks agree on something.
+
+        Raises:
+            RuntimeError: a loader's order differs from rank to rank.
+        """
+        if self.trainer.world_size > 1:
+            for loader in self.loaders:
+                loader.set_epoch(self.trainer.current_epoch)
+            orders = [loader.order_digest() for loader in self.loaders]
+        else:
+            orders = [None] * len(self.loaders)
+        mine = [loader.length or 0 for loader in self.loaders], orders
         every = self.trainer.strategy.gather_objects(mine, name=f"lengths of the {self.stage.data} loaders")
-        return [min(lengths if most is None else (*lengths, most)) for lengths in zip(*every, strict=True)]
+        for of_loader in zip(*(orders for _, orders in every), strict=True):
+            check_same_order(of_loader, self.stage.data)
+        every_length = zip(*(lengths for lengths, _ in every), strict=True)
+        return [min(lengths if most is None else (*lengths, most)) for lengths in every_length]
 
     def _run_loader(
         self, index: int, loader: PreparedLoader, log: MetricLog, most: int | None, *, several: bool

@@ -14,6 +14,7 @@ from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
 from .control import LEAVE, STOP, WRITTEN, ControlWord
+from .data.sampling import check_same_order
 from .divergence import SkippedSteps
 from .evaluation import VALIDATION, EvaluationEnded, EvaluationLoop
 from .fit_loaders import FitLoaders
@@ -64,7 +65,7 @@ class FitRun:
         config = trainer.config
         self.uneven = self._uneven_policy()
         """What happens when loaders end apart: "stop" or "join"; None: they can't."""
-        self.length = self._common_length(0)
+        self.length = self._common_length()
         """Batches of an epoch, on every rank; None where it can't be known."""
         self._max_steps = config.max_steps if config.max_steps >= 0 else _NEVER
         self._validation_interval = self._interval()
@@ -316,7 +317,7 @@ class FitRun:
             self._evaluation.loaders = self.loaders.validation
         loader, progress = self.loaders.training, self.trainer.progress
         loader.set_epoch(epoch)
-        self.length = self._common_length(epoch)
+        self.length = self._common_length(loader.order_digest() if self.trainer.world_size > 1 else None)
         self._plan_validation(self.length)
         window = self.trainer.config.accumulate_grad_batches
         whole_windows = self.uneven is not None or (self.length is None and window > 1)
@@ -343,11 +344,16 @@ class FitRun:
             return None
         return strategy.uneven_inputs or ("stop" if any(unsized) else None)
 
-    def _common_length(self, epoch: int) -> int | None:
-        """Batches of the epoch on every rank: of the one that ends first or last, where they may end apart."""
-        lengths = self.trainer.strategy.gather_objects(
-            self.loaders.training.length, name="lengths of the training loader"
-        )
+    def _common_length(self, order: str | None = None) -> int | None:
+        """Batches of the epoch on every rank: of the one that ends first or last, where they may end apart.
+
+        Args:
+            order: `order_digest` of the epoch that begins, which all ranks must share.
+        """
+        mine = self.loaders.training.length, order
+        told = self.trainer.strategy.gather_objects(mine, name="lengths of the training loader")
+        lengths, orders = (list(values) for values in zip(*told, strict=True))
+        check_same_order(orders, "training")
         known = [length for length in lengths if length is not None]
         if self.uneven is not None:
             return None if len(known) < len(lengths) else max(known) if self.uneven == "join" else min(known)

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler
 from ..callbacks.samples import check_batched, joined, taken
 from ..strategies.base import Strategy
 from .data.loaders import PreparedLoader
+from .data.streams import StreamShard
 
 
 class Kept:
@@ -40,6 +41,12 @@ class Gathered(Kept):
     """
 
     def __init__(self, strategy: Strategy, loader: PreparedLoader) -> None:
+        if isinstance(loader.shard, StreamShard):
+            raise ValueError(
+                f"predict gathers the predictions of all ranks in the order of the samples, which nobody knows of the stream "
+                f"{type(loader.shard.dataset).__name__}: expected a dataset with a length. Or take predict(…, gather=False) for "
+                "this rank's predictions, or return_predictions=False."
+            )
         if loader.shard is None or not getattr(loader.loader, "in_order", True):
             raise ValueError(
                 "predict gathers the predictions of all ranks in the order of the samples, which is known only where the "

@@ -165,6 +165,7 @@ class Trainer:
         root = self.config.default_root_dir
         self._run_folder = None if root is None else Path(root)
         self._unshared: set[str] = set()
+        self._published: dict[bool, set[str]] = {True: set(), False: set()}  # by evaluation or training, in this fit
         self.metric_steps: dict[str, int] = {}
         """The optimizer step at which each of `callback_metrics` was reduced."""
         self.training_loop: TrainingLoop | None = None
@@ -228,6 +229,7 @@ class Trainer:
         self.plan = None  # that of the fit before
         with session(self, "fit", model, datamodule) as hooks:
             self._stop_asked, self.stop_reason = False, None
+            self._published = {True: set(), False: set()}
             self.training_loop, self.waiting_saves = None, []
             self.control = ControlWord(self.strategy)
             checkpoint = checkpoint_to_resume(self, ckpt_path)
@@ -675,6 +677,8 @@ class Trainer:
         """Hand reduced values to all who show, keep or decide by them."""
         if self.sanity_checking:
             return
+        if self.fitting:
+            self._refuse_shared_names(logged, log)
         self._unshared.update(log.unshared_names())
         tensors = _tensors(logged.for_callbacks)
         self.callback_metrics |= tensors
@@ -686,6 +690,21 @@ class Trainer:
         if self.is_global_zero:
             for logger in self.loggers:
                 logger.log_metrics(logged.for_logger, step=self.global_step)
+
+    def _refuse_shared_names(self, logged: Logged, log: MetricLog) -> None:
+        """Refuse a name of both training and validation: a monitor would follow now the one, now the other.
+
+        Raises:
+            ValueError: names it.
+        """
+        names = logged.for_callbacks.keys() | logged.for_logger.keys() | logged.for_progress_bar.keys()
+        if both := names & self._published[not log.evaluation]:
+            name = min(both)
+            raise ValueError(
+                f"self.log({name!r}) in training and in validation: one name would stand for two values, and a monitor for "
+                f"now the one, now the other. Expected two names, such as 'train/{name}' and 'val/{name}'."
+            )
+        self._published[log.evaluation] |= names
 
     def log_hyperparameters(self) -> None:
         """Hand the hyperparameters of data module and task to the loggers, on rank 0."""
@@ -725,8 +744,8 @@ class Trainer:
             raise ValueError(
                 f"{stage_name} needs a task: trainer.{stage_name}(task, …), since none was trained before."
             )
-        if stage is not PREDICTION:
-            _check_task(task, stage_name, (stage.step,))
+        predicts_by_forward = stage is PREDICTION and overrides(task, "forward", Task)
+        _check_task(task, stage_name, () if predicts_by_forward else (stage.step,))
         if ckpt_path == "auto":
             raise ValueError(f"ckpt_path='auto' is for fit; {stage_name} takes a path, 'best' or 'last'.")
         with session(self, stage_name, task, datamodule or self.datamodule) as hooks:

@@ -7,6 +7,7 @@ gradients are brought to it then, by one small reduction and one pass over them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,11 +16,17 @@ from torch import Tensor
 
 from ..strategies.base import Strategy
 
+_ESTIMATES = 1e-30, 1e30
+"""A loss divided by more or less would leave the range of float32."""
+
 
 class WeightedLoss:
     """Divides losses beforehand by what the weights will be, about, and corrects the gradients by what they were.
 
     The estimate is the sum of the step before, so that scaled losses stay in the range of float16.
+
+    A weight that is NaN, infinite, or a tensor below zero makes the step's gradients NaN, as such a loss would: it is seen,
+    and asking for it would make each step wait for the device.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -40,13 +47,17 @@ class WeightedLoss:
 
         Raises:
             TypeError: the weight is no number and no scalar tensor.
+            ValueError: it is a number below zero.
         """
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
                 raise TypeError(f"the loss's weight has shape {list(weight.shape)}: expected a scalar. Take its sum.")
             weight = weight.detach().reshape(())
+            weight = torch.where(weight < 0, math.nan, weight)
         elif not isinstance(weight, (int, float)):
             raise TypeError(f"the loss's weight is a {type(weight).__name__}: expected a number or a scalar tensor.")
+        elif weight < 0:
+            raise ValueError(f"the loss's weight is {weight}: expected what the loss is a sum over, zero or more.")
         self._sum += weight
         return loss / self._estimate.to(loss.dtype)
 
@@ -58,14 +69,16 @@ class WeightedLoss:
         """Bring the gradients, averaged over the ranks, to the sum of the weights of all micro-batches and ranks."""
         ranks = self._strategy.world_size
         total = self._strategy.all_reduce(self._sum, name="weights of the step", each_step=True)
-        factor = torch.where(total > 0, self._estimate * ranks / total, 0.0)
+        factor = self._estimate * ranks / total
+        factor = torch.where(total.isfinite(), torch.where(total == 0, 0.0, factor), math.nan)
         gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
                 gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for several in gradients.values():
             torch._foreach_mul_(several, factor)  # pyright: ignore[reportPrivateUsage]
-        self._estimate = torch.where(total > 0, total / ranks, self._estimate)
+        usable = (total > 0) & total.isfinite()
+        self._estimate = torch.where(usable, (total / ranks).clamp(*_ESTIMATES), self._estimate)
         self.forget()
 
 

@@ -66,6 +66,11 @@ class PreparedCombination(PreparedLoader):
         """What puts the samples in order, of each part."""
         return f"{self.mode} of " + ", ".join(part.order or "a loader that is not dealt" for part in self.parts)
 
+    def order_digest(self) -> str | None:
+        """Of the parts' orders; None: no part has one to compare."""
+        digests = [part.order_digest() for part in self.parts]
+        return repr(digests) if any(digests) else None
+
     def remarks(self) -> list[str]:
         """What is to be known of each part."""
         return [f"loader {index}: {remark}" for index, part in enumerate(self.parts) for remark in part.remarks()]

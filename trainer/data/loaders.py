@@ -250,7 +250,7 @@ def _agree(
     A generator of the user's stands for its seed; rank 0's counts, or shards would overlap.
 
     Raises:
-        ValueError: the ranks' datasets differ in length.
+        ValueError: the ranks' datasets differ in length, or their samplers in kind.
     """
     generators = generators_of(sampler)
     if loader is not None and loader.generator is None and _is_torchdatas(sampler):
@@ -258,13 +258,20 @@ def _agree(
     own = generators[0].initial_seed() if generators else None
     samples = len(loader.dataset) if loader is not None and sampler is not None else None  # pyright: ignore
     length = len(given) if has_length(given) else None
-    told = dealing.strategy.gather_objects((samples, own, length), name=f"{name} data")
-    datasets, seeds, lengths = (list(values) for values in zip(*told, strict=True))
+    kind = type(sampler).__name__
+    told = dealing.strategy.gather_objects((samples, own, length, kind), name=f"{name} data")
+    datasets, seeds, lengths, kinds = (list(values) for values in zip(*told, strict=True))
     if len(set(datasets)) > 1:
         each = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(datasets))
         raise ValueError(
             f"the {name} dataset differs from rank to rank ({each} samples): expected the same on every rank, from which "
             "each is dealt its share. If each rank reads a share of its own, say so with use_distributed_sampler=False."
+        )
+    if len(set(kinds)) > 1:
+        each = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise ValueError(
+            f"the {name} loader's sampler differs from rank to rank ({each}): expected the same on every rank, since all are "
+            "dealt one order. Give the same shuffle, sampler or batch_sampler on each."
         )
     return dealing.seed if seeds[0] is None else seeds[0], lengths
 

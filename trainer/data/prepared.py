@@ -90,6 +90,11 @@ class PreparedLoader:
             return "a shuffle"
         return type(order.sampler).__name__ if isinstance(order, SeededOrder) else "the dataset"
 
+    def order_digest(self) -> str | None:
+        """Of the running epoch's order, where a sampler of the user's gives it; None: the ranks' can't differ, or are meant to."""
+        order = self.shard.order if isinstance(self.shard, Shard) else None
+        return order.digest() if isinstance(order, SeededOrder) else None
+
     @property
     def items_per_batch(self) -> int:
         """Items that one batch of one rank takes of the order: samples, or 1 where batches or single samples are dealt."""

@@ -6,14 +6,20 @@ Rank r of W takes places r, r+W, r+2W, … of the order. So W ranks × batch B s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized, ValuesView
-from itertools import islice
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized, ValuesView
+from itertools import chain, islice
 from typing import Any, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from ..randomness import RandomStream, derived_seed, seeded_rng
+
+COMPARED = 1000
+"""The first items of an order that ranks compare."""
 
 
 class ShuffledOrder(Sampler[int]):
@@ -43,6 +49,7 @@ class SeededOrder(Sampler[Any]):
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
         self.sampler, self.seed, self.epoch = sampler, seed, 0
+        self._drawn: tuple[int, Iterator[Any]] | None = None  # by `digest`, for the next iteration of this epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the random numbers."""
@@ -51,7 +58,18 @@ class SeededOrder(Sampler[Any]):
     def __len__(self) -> int:
         return len(self.sampler)  # pyright: ignore
 
+    def digest(self) -> str:
+        """Of the order's first items, for ranks to compare. The next iteration gives these: nothing is drawn twice."""
+        items = self._draw()
+        first = list(islice(items, COMPARED))
+        self._drawn = self.epoch, chain(first, items)
+        return hashlib.sha256(repr(_plain(first)).encode()).hexdigest()[:16]
+
     def __iter__(self) -> Iterator[Any]:
+        drawn, self._drawn = self._drawn, None
+        return drawn[1] if drawn is not None and drawn[0] == self.epoch else self._draw()
+
+    def _draw(self) -> Iterator[Any]:
         seed = derived_seed(self.seed, self.epoch, "sampler")
         for generator in generators_of(self.sampler):
             generator.manual_seed(seed)
@@ -59,6 +77,35 @@ class SeededOrder(Sampler[Any]):
             with seeded_rng(seed):
                 return iter(list(self.sampler))
         return _drawn_apart(self.sampler, seed)
+
+
+def check_same_order(orders: Sequence[str | None], name: str) -> None:
+    """Refuse user samplers that give each rank another order, of which some samples would be seen twice, some never.
+
+    Args:
+        orders: for each rank, `PreparedLoader.order_digest`.
+        name: of the loader.
+
+    Raises:
+        RuntimeError: on every rank, with the ranks that differ from rank 0.
+    """
+    others = [str(rank) for rank, order in enumerate(orders) if order != orders[0]]
+    if others:
+        raise RuntimeError(
+            f"the {name} loader's sampler gives other samples, or another order, on rank{'s' * (len(others) > 1)} "
+            f"{', '.join(others)} than on rank 0: expected one order on all ranks, from which each is dealt its share. Draw "
+            "it from torch's, numpy's or Python's global random numbers or from a torch.Generator in its attribute "
+            "`generator`, which the trainer seeds; or from a generator of its own that is seeded in set_epoch(epoch)."
+        )
+
+
+def _plain(item: Any) -> Any:
+    """An item of an order with a text that is the same in every process."""
+    if isinstance(item, (Tensor, np.ndarray, np.generic)):
+        return cast("Any", item).tolist()
+    if isinstance(item, (list, tuple)):
+        return [_plain(each) for each in cast("Sequence[Any]", item)]
+    return item if isinstance(item, (int, float, str, bytes)) else type(item).__name__
 
 
 def _drawn_apart(sampler: Iterable[Any], seed: int) -> Iterator[Any]:

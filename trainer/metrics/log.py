@@ -83,7 +83,7 @@ class MetricLog:
         loaders: int = 1,
         weighted_steps: bool = False,
     ) -> None:
-        self._strategy, self._task, self._evaluation = strategy, task, evaluation
+        self._strategy, self._task, self.evaluation = strategy, task, evaluation
         self._entries: dict[str, Entry] = {}
         self._loaders = loaders
         # Where a step's value is a mean over several micro-batches or ranks, their sizes are its weights.
@@ -196,7 +196,7 @@ class MetricLog:
         _, _, on_step, on_epoch, reduce_fx, sync_dist, _, rank_zero_only = flags
         on_step = self.in_step if on_step is None else on_step
         on_epoch = not self.in_step if on_epoch is None else on_epoch
-        if on_step and not self.in_step and not (self._evaluation and on_epoch):
+        if on_step and not self.in_step and not (self.evaluation and on_epoch):
             raise ValueError(
                 f"self.log({name!r}, on_step=True) outside of a training batch: step values belong to optimizer steps. "
                 "Use on_epoch=True."
@@ -209,6 +209,7 @@ class MetricLog:
                 f"self.log({name!r}, reduce_fx={reduce_fx!r}): expected one of {', '.join(REDUCTIONS)}. For anything else "
                 "log a torchmetrics.Metric, which brings its own reduction."
             )
+        self._refuse_taken_names(name, suffixed=on_step and on_epoch)
         metric = value if is_torchmetric(value) else None
         shared = self._strategy.world_size == 1 or (sync_dist and not rank_zero_only)
         if metric is not None and shared:
@@ -228,6 +229,21 @@ class MetricLog:
         entry = Entry(name, flags, on_step and self.in_step, on_epoch, reduction, shared, metric)
         entry.suffixed, entry.loader = on_step and on_epoch, loader
         return entry
+
+    def _refuse_taken_names(self, name: str, *, suffixed: bool) -> None:
+        """Refuse a name that another one is published under, or the other way around."""
+        for suffix in ("_step", "_epoch"):
+            base = self._entries.get(name.removesuffix(suffix)) if name.endswith(suffix) else None
+            if base is not None and base.suffixed:
+                whole, part = base.name, name
+            elif suffixed and name + suffix in self._entries:
+                whole, part = name, name + suffix
+            else:
+                continue
+            raise ValueError(
+                f"self.log({part!r}), and self.log({whole!r}, on_step=True, on_epoch=True), which is published as {whole}_step "
+                f"and {whole}_epoch: expected distinct names."
+            )
 
     @staticmethod
     def _accumulate(entry: Entry, value: Tensor | float, size: int) -> None:
@@ -429,9 +445,13 @@ def _check_types(name: Any, flags: Flags) -> None:
 
     Raises:
         TypeError: names the argument.
+        ValueError: the name is empty, or a column that loggers write themselves.
     """
     if not isinstance(name, str):
         raise TypeError(f"self.log({name!r}, …): expected the name as a string, received {type(name).__name__}.")
+    if name in ("", "step", "hyperparameters"):
+        why = "no name" if not name else "what loggers write beside the values"
+        raise ValueError(f"self.log({name!r}, …): that is {why}. Expected a name of its own, such as 'train/loss'.")
     prog_bar, logger, on_step, on_epoch, _, sync_dist, add_dataloader_idx, rank_zero_only = flags
     switches = {
         "prog_bar": prog_bar, "sync_dist": sync_dist, "add_dataloader_idx": add_dataloader_idx,
