@@ -1124,14 +1124,16 @@ class TwoSteps(ScalarWeight):
 
 
 def one_name_for_two() -> None:
-    quiet_trainer(max_epochs=2, log_every_n_steps=1).fit(TwoSteps("loss", "loss"), numbers(4), numbers(4))
+    quiet_trainer(max_epochs=2, log_every_n_steps=1).fit(
+        TwoSteps("loss", "loss"), DataLoader(numbers(4), 2), DataLoader(numbers(4), 2)
+    )
 
 
 def test_a_name_of_both_training_and_validation_is_refused_on_every_rank() -> None:
     for error in errors_of_ranks(one_name_for_two, 2):
         assert "self.log('loss') in training and in validation: one name would stand for two values" in error
     trainer = quiet_trainer(max_epochs=2, log_every_n_steps=1)
-    trainer.fit(TwoSteps("train/loss", "val/loss"), numbers(4), numbers(4))
+    trainer.fit(TwoSteps("train/loss", "val/loss"), DataLoader(numbers(4), 2), DataLoader(numbers(4), 2))
     assert trainer.callback_metrics == {"train/loss": 1.0, "val/loss": 2.0}
 
 
@@ -1142,10 +1144,12 @@ def test_a_name_that_another_one_is_published_under_is_refused(first: str) -> No
             task.log(name, 1.0, on_step=name != "x_epoch", on_epoch=name != "x_step")
 
     with pytest.raises(ValueError, match=r"published as x_step and x_epoch: expected distinct names"):
-        quiet_trainer(max_epochs=1).fit(Logs(step), numbers(4))
+        quiet_trainer(max_epochs=1).fit(Logs(step), DataLoader(numbers(4), 2))
 
 
 @pytest.mark.parametrize("name", ["", "step", "hyperparameters"])
 def test_names_that_loggers_write_themselves_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"Expected a name of its own, such as 'train/loss'"):
-        quiet_trainer(max_epochs=1).fit(Logs(lambda task, batch, batch_idx: task.log(name, 1.0)), numbers(4))
+        quiet_trainer(max_epochs=1).fit(
+            Logs(lambda task, batch, batch_idx: task.log(name, 1.0)), DataLoader(numbers(4), 2)
+        )
