@@ -43,6 +43,10 @@ def record_error(error: BaseException) -> None:
         print(f"samestep: the error file {path} could not be written: {problem}", file=sys.stderr)
 
 
+# Seconds for the rank that was first to be gone: the agent names the one that it sees end first, and ends the others then.
+_HEAD_START = 1.0
+
+
 def record_uncaught_errors() -> None:
     """From here on, an exception that ends this process goes into the error file, wherever it was raised.
 
@@ -63,6 +67,8 @@ def record_uncaught_errors() -> None:
             print(f"samestep: {error}", file=sys.stderr)
         else:
             previous(kind, error, trace)
+        if is_consequence(error):
+            time.sleep(_HEAD_START)
 
     sys.excepthook = hook
 
