@@ -195,6 +195,7 @@ from tasks import *
 class Dies(ScalarWeight):
     def on_train_epoch_start(self):
         if self.current_epoch == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            self.trainer.wait_for_checkpoint()
             os._exit(3)
 for kind in (ScalarWeight, Dies):
     trainer = quiet_trainer(max_epochs=3, enable_checkpointing=True)
