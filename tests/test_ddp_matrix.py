@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ddp_matrix import Result, pairs, results, table
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the training of all pairs
 PAGE = Path(__file__).parent.parent / "docs" / "ddp-matrix.md"
 
 
