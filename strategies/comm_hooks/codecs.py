@@ -40,7 +40,7 @@ class ScaledBlocks(Codec):
     limit: ClassVar[float]
 
     def encode(self, chunks: Tensor) -> Tensor:
-        """Two passes: for the peaks, and for the values."""
+        """Find the peaks, then scale the values to them."""
         values = chunks.view(chunks.shape[0], -1, self.block)
         # Not abs().amax(): this is half the time, since it writes nothing. NaN comes through.
         peaks = torch.maximum(values.amax(2, keepdim=True), values.amin(2, keepdim=True).neg_())
@@ -58,9 +58,9 @@ class ScaledBlocks(Codec):
         return encoded
 
     def decode(self, encoded: Tensor, kind: torch.dtype) -> Tensor:
-        """Value times scale, in one pass."""
+        """Value times scale. Widened first: a product of two types takes twice the time on the CPU."""
         scales, values = self._parts(encoded, kind)
-        return torch.mul(values, scales).view(encoded.shape[0], -1)
+        return values.to(kind).mul_(scales).view(encoded.shape[0], -1)
 
     @abstractmethod
     def scales(self, peaks: Tensor, scales: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ class FP16(ScaledBlocks):
         return torch.where(peaks.isfinite(), scales, 1)
 
     def write(self, values: Tensor, inverse: Tensor, out: Tensor) -> None:
-        """Multiply and round in one pass."""
-        torch.mul(values, inverse, out=out)
+        """Multiply, and round to the nearest."""
+        out.copy_(values * inverse)
 
 
 class Int8(ScaledBlocks):
@@ -113,4 +113,4 @@ class Int8(ScaledBlocks):
 
     def write(self, values: Tensor, inverse: Tensor, out: Tensor) -> None:
         """Multiply, round to the nearest, narrow."""
-        out.copy_(torch.mul(values, inverse).round_())
+        out.copy_((values * inverse).round_())

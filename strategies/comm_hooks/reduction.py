@@ -78,7 +78,8 @@ class Codec(Wire):
         if size == 2:  # to exchange the whole takes as many bytes, half the messages, and one encoding
             both = sent.new_empty(2, sent.numel())
             dist.all_gather(list(both.unbind()), sent.squeeze(0), group=group)
-            return self.decode(both, kind).sum(0).div_(2)[:length].to(tensor.dtype)
+            mean, other = self.decode(both, kind)
+            return mean.add_(other).div_(2)[:length].to(tensor.dtype)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         share = self.decode(received, kind).sum(0, keepdim=True).div_(size)
