@@ -2,9 +2,9 @@
 
 Those that are not here are tested with what they belong to: 1, 30–32 and 35 in test_faults.py, test_bad_input.py and
 test_evaluation.py; 9–15 in test_uneven_inputs.py; 16 and 20 in test_comm_hooks.py; 17 and 18 in test_optimizers_of_ddp.py;
-19 and 22 in test_precision.py; 33 and 34 in test_compile.py; 37 and 38 in test_checkpoint_folders.py and test_faults.py. 27
-and 28 are of torch's distributed checkpoints, which are not used. 24, 26, 36 and 40 are about signals, resuming on three
-ranks, stateful loaders and exit codes, which are not there yet.
+19 and 22 in test_precision.py; 24 in test_signals.py; 26 in test_exact_resume.py; 33 and 34 in test_compile.py; 36 in
+test_stateful_loaders.py; 37 and 38 in test_checkpoint_folders.py and test_faults.py; 40 in test_chaos.py. 27 and 28 are of
+torch's distributed checkpoints, which are not used.
 """
 
 from __future__ import annotations
