@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from run_ranks import run_ranks
 from samestep.callbacks import Callback
 from samestep.trainer import CheckpointError
@@ -218,6 +221,66 @@ def test_any_number_of_ranks_goes_on_from_any_step_as_if_it_had_never_stopped(
             assert isinstance(resumed, dict), resumed
             assert resumed["batch"] == 6 // ranks, path
             assert_goes_on(resumed, whole, stop, checked=checked)
+
+
+class Counting(Regression):
+    """Logs what depends on the samples alone, in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error, self.ranks = torchmetrics.MeanSquaredError(), torchmetrics.SpearmanCorrCoef()
+        self.correlation = torchmetrics.PearsonCorrCoef()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        first = x[:, 0]
+        for kind in ("mean", "sum", "min", "max"):
+            self.log(kind, getattr(first, kind)(), on_step=False, on_epoch=True, reduce_fx=kind)
+        self.log("both", first.mean(), on_step=True, on_epoch=True)
+        for name in ("error", "ranks", "correlation"):
+            metric = getattr(self, name)
+            metric.update(first, y.flatten())
+            self.log(name, metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def count(folder: str, ckpt_path: str | None, size: int) -> tuple[dict[str, float], list[str], str]:
+    """What an epoch comes to, where it was saved behind each step, and what was printed."""
+    torch.manual_seed(5)
+    keep = Saver(folder)
+    trainer = quiet_trainer(max_epochs=1, precision=64, seed=3, callbacks=[keep], log_every_n_steps=100)
+    printed = StringIO()
+    with redirect_stdout(printed):
+        trainer.fit(Counting(), DataLoader(numbers(24), size, shuffle=True), ckpt_path=ckpt_path)
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return values, keep.paths, printed.getvalue()
+
+
+def counts(jobs: list[tuple[str, str | None, int]]) -> list[Any]:
+    return [count(*job) for job in jobs]
+
+
+def test_the_values_of_an_epoch_are_those_of_all_its_batches_on_any_number_of_ranks(tmp_path: Path) -> None:
+    parts = {1: count(str(tmp_path / "1"), None, 6)}
+    whole = parts[1][0]
+    for ranks in (2, 3):
+        parts[ranks] = run_ranks(counts, ranks, [(str(tmp_path / f"{ranks}"), None, 6 // ranks)])[0][0]
+        assert parts[ranks][0] == pytest.approx(whole, abs=1e-12)
+    for ranks in (1, 2, 3):
+        others = {1, 2, 3} - {ranks}
+        jobs = [
+            (str(tmp_path / f"{ranks}-{before}-{stop}"), parts[before][1][stop], 6 // before)
+            for before in others
+            for stop in (0, 2, 3)  # the last: behind the last batch, in front of the epoch's end
+        ]
+        found = counts(jobs) if ranks == 1 else run_ranks(counts, ranks, jobs)[0]
+        for (values, _, printed), job in zip(found, jobs, strict=True):
+            left_out = ranks < 6 // job[2]
+            assert ("'correlation'" in printed) == left_out, job
+            if left_out:  # what several ranks have of it can't become one
+                values.pop("correlation")
+            assert values == pytest.approx({name: whole[name] for name in values}, abs=1e-12), job
+            assert len(values) == len(whole) - left_out
 
 
 @pytest.mark.parametrize("kind", ["torch's batches", "stream"])

@@ -57,7 +57,7 @@ def states_of_all_ranks(strategy: Strategy, metrics: Sequence[Any]) -> Generator
         for index, part in enumerate(parts):
             part.distributed_available_fn = _alone
             for name, reduction in part._reductions.items():
-                combined = _combined([theirs[index][name] for theirs in every], part._defaults[name], reduction)
+                combined = combined_states([theirs[index][name] for theirs in every], part._defaults[name], reduction)
                 device = torch.device("cpu") if part.compute_on_cpu and isinstance(combined, list) else part.device
                 setattr(part, name, move_to_device(combined, device))
         yield
@@ -83,7 +83,7 @@ def _alone() -> bool:
     return False
 
 
-def _combined(states: list[Any], default: Any, reduction: Any) -> Any:
+def combined_states(states: list[Any], default: Any, reduction: Any) -> Any:
     """One state of all ranks: as torchmetrics combines it, but a list to concatenate stays one, as on one process."""
     if not isinstance(default, list):
         stacked = torch.stack(states)
