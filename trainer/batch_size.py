@@ -15,8 +15,9 @@ from .loop import loss_of, with_batch_index
 from .metrics.log import MetricLog
 from .optimization import configure_optimizers
 from .randomness import kept_rng
-from .session import check_initialized, session
+from .session import session
 from .task import Task
+from .task_check import check_initialized
 
 if TYPE_CHECKING:
     from .trainer import Trainer

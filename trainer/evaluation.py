@@ -36,6 +36,10 @@ class Stage:
 
     name: str
     """As in the hooks, `on_<name>_start`."""
+    method: str
+    """The method of `Trainer` that runs it by itself."""
+    flag: str
+    """The attribute of `Trainer` that says it runs."""
     step: str
     """The task's method."""
     loaders: str
@@ -44,9 +48,9 @@ class Stage:
     """The key of `data.loaders.LIMITS`."""
 
 
-VALIDATION = Stage("validation", "validation_step", "val_dataloader", "validation")
-TEST = Stage("test", "test_step", "test_dataloader", "test")
-PREDICTION = Stage("predict", "predict_step", "predict_dataloader", "prediction")
+VALIDATION = Stage("validation", "validate", "validating", "validation_step", "val_dataloader", "validation")
+TEST = Stage("test", "test", "testing", "test_step", "test_dataloader", "test")
+PREDICTION = Stage("predict", "predict", "predicting", "predict_step", "predict_dataloader", "prediction")
 
 
 class EvaluationEnded(BaseException):
@@ -129,11 +133,11 @@ class EvaluationLoop:
             if before is not None:
                 log.check_apart(before, held)
             logged = log.reduce_epoch()
-            trainer.publish(logged, log)
+            trainer.metrics.publish(logged, log)
             if self.hooks.of(f"on_{self.stage.name}_epoch_end"):  # they may read what is there, and log more
                 self._call("epoch_end")
                 more = log.reduce_epoch()
-                trainer.publish(more, log)
+                trainer.metrics.publish(more, log)
                 logged.add(more)
             if before_end is not None:
                 before_end()

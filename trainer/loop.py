@@ -72,7 +72,7 @@ class TrainingLoop:
         self.optimizers = run.trainer.optimizers
         self.clip_limit, self.clip_algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
         self.log_interval, self.window = config.log_every_n_steps, config.accumulate_grad_batches
-        self.step_schedulers = run.schedulers("step")
+        self.step_schedulers = run.schedulers.at("step")
         self.skipped = None if config.skip_nonfinite is None else SkippedSteps(self.strategy, config.skip_nonfinite)
         self.backward: Callable[[Tensor], None] = self.strategy.backward
         if overrides(self.task, "backward", Task):
@@ -202,7 +202,7 @@ class TrainingLoop:
             self.progress.global_step += 1
             for config in self.step_schedulers:
                 if self.progress.global_step % config.frequency == 0:
-                    self.run.step_scheduler(config)
+                    self.run.schedulers.step(config)
         elif stepped is not False:
             raise TypeError(
                 f"{type(self.strategy).__name__}.optimizer_step returned {stepped!r}: expected True, or False where the step "
@@ -264,6 +264,7 @@ class TrainingLoop:
     def train_epoch(self) -> None:
         """Train one epoch, or what is left of it: its steps, and after each what is due."""
         run, trainer, progress, log, control = self.run, self.trainer, self.progress, self.log, self.control
+        validations, saves = run.validations, trainer.saves
         run.cut_short = None
         batches = run.batches_of_epoch(progress.epoch)
         length = self.length = run.length
@@ -273,8 +274,9 @@ class TrainingLoop:
             hook(trainer, self.task)
         self.wrap()
         self.strategy.check_same_parameters(self.task)
-        run.take_up()
-        if run.next_validation <= progress.batch_idx != length:  # a signal ended the run before in it
+        if run.resumption is not None:
+            run.resumption.take_up(self)
+        if validations.due_at <= progress.batch_idx != length:  # a signal ended the run before in it
             run.validate(log)
             for hook in self.hooks.on_train_step_end:
                 hook(trainer, self.task)
@@ -289,12 +291,12 @@ class TrainingLoop:
                 trainer.stop("max_time is over")
             if flags := control.poll():
                 run.follow(flags)
-            if run.next_validation <= progress.batch_idx != length:  # at an epoch's last batch, its end does it
+            if validations.due_at <= progress.batch_idx != length:  # at an epoch's last batch, its end does it
                 run.validate(log)
             for hook in self.hooks.on_train_step_end:
                 hook(trainer, self.task)
-            if trainer.waiting_saves:
-                trainer.write_waiting_saves()
+            if saves.waiting:
+                saves.write_waiting()
             if run.leaving and progress.batch_idx != length:
                 run.leave()
             if self.skip_epoch or run.is_done():

@@ -10,9 +10,8 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from ..strategies import Environment, Precision
 from .config import TrainerConfig
-from .placement import choose_strategy, place
+from .placement import placed_strategy
 
 T = TypeVar("T")
 
@@ -40,7 +39,7 @@ def from_command_line(defaults: T, arguments: Sequence[str] | None = None) -> T:
     try:
         options = apply_overrides(defaults, arguments)
         for config in _trainer_configs(options):
-            _check_here(config)
+            placed_strategy(config.strategy, config)  # starts nothing, but raises what a Trainer would
     except ValueError as error:
         print(f"{sys.argv[0]}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -165,26 +164,13 @@ def _members(kind: Any) -> set[Any]:
     return {kind}
 
 
-# --- what a Trainer would refuse -------------------------------------------------------------
+# --- options of a Trainer among them ---------------------------------------------------------
 
 
 def _trainer_configs(options: Any) -> Iterator[TrainerConfig]:
+    """Those among the options, however deep."""
     if isinstance(options, TrainerConfig):
         yield options
     elif dataclasses.is_dataclass(options):
         for field in dataclasses.fields(options):
             yield from _trainer_configs(getattr(options, field.name))
-
-
-def _check_here(config: TrainerConfig) -> None:
-    """Refuse what no Trainer could be built with in this process; nothing is started.
-
-    Raises:
-        ValueError: an unknown strategy or precision, devices that are not there, or a contradiction.
-    """
-    environment = Environment.read()
-    placement = place(config, environment)
-    ranks = environment.world_size if environment.launched else placement.processes
-    expected = dataclasses.replace(environment, world_size=ranks)
-    strategy = choose_strategy(config.strategy, config, ranks)
-    strategy.place(expected, placement.device, Precision.parse(config.precision))

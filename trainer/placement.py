@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..strategies import DDPStrategy, Environment, SingleDeviceStrategy, Strategy
+from ..strategies import DDPStrategy, Environment, Precision, SingleDeviceStrategy, Strategy
 from .config import TrainerConfig
+from .strategy_check import check_strategy
 
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "single_device")
 
@@ -22,6 +23,30 @@ class Placement:
     """Processes of this host, of which this one is to be one."""
     to_launch: bool
     """Whether those processes must still be started."""
+
+
+def placed_strategy(given: Strategy | str, config: TrainerConfig) -> tuple[Strategy, int]:
+    """The strategy at its place in this process, and the number of processes to be started first; 0: they run already.
+
+    Raises:
+        ValueError, TypeError: the strategy, the devices, the precision and the options of a step don't go together.
+    """
+    environment = Environment.read()
+    placement = place(config, environment)
+    ranks = environment.world_size if environment.launched else placement.processes
+    strategy = choose_strategy(given, config, ranks)
+    check_strategy(strategy)
+    precision = Precision.parse(config.precision)
+    if placement.to_launch:  # checked as it will be there
+        expected = replace(environment, world_size=ranks, local_world_size=ranks)
+        strategy.place(expected, placement.device, precision)
+    strategy.place(environment, placement.device, precision)
+    strategy.check_step(
+        accumulation=config.accumulate_grad_batches,
+        clip_limit=config.gradient_clip_val,
+        skips=config.skip_nonfinite is not None,
+    )
+    return strategy, placement.processes if placement.to_launch else 0
 
 
 def place(config: TrainerConfig, environment: Environment) -> Placement:

@@ -1,8 +1,20 @@
-"""The table of metrics that validate and test print."""
+"""The metrics that validate and test return, and the table of them that they print."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+from .metrics.log import Logged
+
+
+def results_by_loader(logged: Logged, loaders: int) -> list[dict[str, float]]:
+    """For each of so many loaders, its metrics by name, and those that are of no loader alone."""
+    values = {**logged.for_callbacks, **logged.for_logger}
+    if loaders == 1:
+        return [values]
+    marks = [f"/dataloader_idx_{index}" for index in range(loaders)]
+    common = {name: value for name, value in values.items() if not name.endswith(tuple(marks))}
+    return [{**common, **{name: value for name, value in values.items() if name.endswith(mark)}} for mark in marks]
 
 
 def print_results(results: Sequence[Mapping[str, float]], stage: str) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..strategies import process_groups
 from ..strategies.error_file import record_error
@@ -33,6 +30,7 @@ from .settings import torch_settings
 from .signals import SignalHandlers, deaf_to_workers
 from .status import end_with, place_of, write_status
 from .task import Task
+from .task_check import check_initialized
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -112,21 +110,6 @@ def _note_exit(trainer: Trainer, status: str, reason: str, code: int) -> None:
         write_status(trainer, status, rank=rank, place=place, reason=reason, exit_code=code)
 
 
-def check_initialized(task: Task) -> None:
-    """Refuse parameters that wait for a first batch to get their shape.
-
-    Raises:
-        ValueError: names the first module that has some.
-    """
-    for name, module in cast("Iterator[tuple[str, nn.Module]]", task.named_modules()):
-        if any(is_lazy(tensor) for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False))):
-            raise ValueError(
-                f"{name} ({type(module).__name__}) has no shapes yet: it takes them from its first batch, but the optimizer "
-                "and the other ranks need them before. Run a made-up batch through once, in configure_model: "
-                "`with torch.no_grad(): self(torch.zeros(…))`."
-            )
-
-
 def _agree(trainer: Trainer, stage: str) -> None:
     """The same options on all ranks; one seed and one run folder, decided by rank 0 once."""
     folder_is_known = trainer.has_run_folder
@@ -194,7 +177,7 @@ def _teardown(trainer: Trainer, stage: str, failure: BaseException | None) -> No
             with trainer.strategy.patience():  # rank 0 may be exporting the model
                 trainer.strategy.barrier(name="end of the run")
 
-    parts: list[Callable[[], Any]] = [partial(trainer.checkpoint_writer.close, failed=failure is not None)]
+    parts: list[Callable[[], Any]] = [partial(trainer.saves.writer.close, failed=failure is not None)]
     parts += [partial(each.teardown, trainer, trainer.task, stage) for each in trainer.callbacks]
     parts.append(partial(trainer.task.teardown, stage))
     if trainer.datamodule is not None:

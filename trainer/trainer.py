@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,39 +17,37 @@ from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.logger import Logger, SilentLogger
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.wording import counted
-from ..strategies import Environment, Precision, Strategy
+from ..strategies import Strategy
 from .callback_list import all_callbacks
 from .checkpoint.background import BackgroundWriter, Following
-from .checkpoint.resolve import checkpoint_to_resume, read
+from .checkpoint.resolve import checkpoint_to_resume
 from .checkpoint.retention import remove_dropped
+from .checkpoint.saves import Saves
 from .checkpoint.staging import claim_new
-from .checkpoint.state import restore, save
 from .config import TrainerConfig, check_option_names
 from .control import SAVE, STOP, ControlWord
-from .data.loaders import LIMITS
 from .data.position import Position
 from .data.prepared import PreparedLoader
-from .data.source import DataSource
 from .data_module import DataModule
 from .divergence import DivergedError, Snapshot, go_back, take_snapshot
-from .evaluation import PREDICTION, TEST, VALIDATION, EvaluationLoop, Stage
+from .evaluation import PREDICTION, TEST, VALIDATION
+from .evaluation_run import evaluate
 from .fit import FitRun
 from .fit_loaders import FitLoaders
 from .hangs import HangWatch
 from .hooks import overrides
 from .loop import TrainingLoop
-from .metrics.log import Logged, MetricLog
-from .misnomers import check_names
+from .metrics.log import MetricLog
+from .metrics.published import PublishedMetrics
 from .optimization import SchedulerConfig
-from .placement import choose_strategy, place
+from .placement import placed_strategy
 from .plan import LearningRates, RunPlan, learning_rates
 from .progress import Progress
 from .randomness import seed_everything
-from .results import print_results
-from .session import check_initialized, session
+from .session import session
 from .signals import SignalHandlers
-from .strategy_check import check_strategy
 from .task import Task
+from .task_check import check_task
 
 
 class Trainer:
@@ -92,12 +87,6 @@ class Trainer:
     """The training loader with this rank's samples, once there was a fit."""
     gradient_norm: Tensor | None
     """Of the last step, before clipping; on the device. None without clipping by norm."""
-    callback_metrics: dict[str, Tensor]
-    """The newest values that were logged and reduced, the same on every rank. Reading is never a collective."""
-    logged_metrics: dict[str, Tensor]
-    """The newest values given to the loggers."""
-    progress_bar_metrics: dict[str, float]
-    """The newest values logged with `prog_bar=True`."""
 
     def __init__(
         self,
@@ -121,20 +110,8 @@ class Trainer:
         }
         given = dataclasses.replace(config or TrainerConfig(), **options)
         self.config = given.resolved()
-        environment = Environment.read()
-        placement = place(self.config, environment)
-        self.processes_to_launch = placement.processes if placement.to_launch else 0
-        ranks = environment.world_size if environment.launched else placement.processes
-        self.strategy = choose_strategy(strategy if strategy is not None else self.config.strategy, self.config, ranks)
-        check_strategy(self.strategy)
-        if self.processes_to_launch:  # checked here, and started by the first run
-            expected = dataclasses.replace(environment, world_size=ranks, local_world_size=ranks)
-            self.strategy.place(expected, placement.device, Precision.parse(self.config.precision))
-        self.strategy.place(environment, placement.device, Precision.parse(self.config.precision))
-        self.strategy.check_step(
-            accumulation=self.config.accumulate_grad_batches,
-            clip_limit=self.config.gradient_clip_val,
-            skips=self.config.skip_nonfinite is not None,
+        self.strategy, self.processes_to_launch = placed_strategy(
+            strategy if strategy is not None else self.config.strategy, self.config
         )
         self.callbacks = all_callbacks(self.config, callbacks, logger, development=bool(given.fast_dev_run))
         if self.config.seed is not None:
@@ -144,13 +121,15 @@ class Trainer:
         self.datamodule = None
         self.optimizers, self.lr_scheduler_configs = [], []
         self.plan, self.gradient_norm, self.training_data = None, None, None
-        self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
         self.seed = self.config.seed or 0
         """The seed all ranks agreed on, at the start of a run."""
         self.control = ControlWord(self.strategy)
         self.signals = SignalHandlers(enabled=False, rank=self.strategy.rank)
         """What the signals of the running stage come to."""
-        self.checkpoint_writer = BackgroundWriter(self.strategy.say)
+        self.saves = Saves(self)
+        """What writes checkpoints."""
+        self.metrics = PublishedMetrics(self)
+        """What was logged, reduced."""
         self.active_log: MetricLog | None = None
         self.stop_reason: str | None = None
         """What `stop` was told on this rank; after fit, on the first rank that asked."""
@@ -164,14 +143,8 @@ class Trainer:
         self._stop_asked = self._has_validation = False
         root = self.config.default_root_dir
         self._run_folder = None if root is None else Path(root)
-        self._unshared: set[str] = set()
-        self._published: dict[bool, set[str]] = {True: set(), False: set()}  # by evaluation or training, in this fit
-        self.metric_steps: dict[str, int] = {}
-        """The optimizer step at which each of `callback_metrics` was reduced."""
         self.training_loop: TrainingLoop | None = None
         """Of the last fit."""
-        self.waiting_saves: list[Path] = []
-        """Checkpoints that were asked for inside a step, a validation or the end of an epoch: they are written behind it."""
         self.running = ""
         """The stage that is running: `fit`, `validate`, `test` or `predict`; empty between runs."""
         self.evaluation_batches: float = 0
@@ -183,8 +156,6 @@ class Trainer:
         """Whether fit is running, with the validations in it."""
         self.is_last_batch = False
         """Whether the running micro-batch, or the one just done, is the last of its epoch, where that can be known."""
-        self.seconds_saving = 0.0
-        """How long `save_checkpoint` has kept this process, in all."""
         self.hang_watch: HangWatch | None = None
         """Says, in a run on several ranks, if some wait for one that does not come; its `hang` is what is wrong now."""
         self.resumed_from: Path | None = None
@@ -221,7 +192,7 @@ class Trainer:
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        _check_task(model, "fit", ("training_step", "configure_optimizers"))
+        check_task(model, "fit", ("training_step", "configure_optimizers"))
         if (plan := os.environ.get("SAMESTEP_VERIFY_RESUME")) is not None:
             from .resume_check.probe import join
 
@@ -229,8 +200,8 @@ class Trainer:
         self.plan = None  # that of the fit before
         with session(self, "fit", model, datamodule) as hooks:
             self._stop_asked, self.stop_reason = False, None
-            self._published = {True: set(), False: set()}
-            self.training_loop, self.waiting_saves = None, []
+            self.metrics.begin_fit()
+            self.training_loop, self.saves.waiting = None, []
             self.control = ControlWord(self.strategy)
             checkpoint = checkpoint_to_resume(self, ckpt_path)
             self.fitting = True
@@ -238,7 +209,7 @@ class Trainer:
             loaders = FitLoaders(self, train_dataloaders, val_dataloaders, checkpoint)
             self._has_validation = bool(loaders.validation)
             if self._has_validation:
-                _check_task(model, "validation inside fit", ("validation_step",))
+                check_task(model, "validation inside fit", ("validation_step",))
             run = FitRun(self, model, hooks, loaders, checkpoint)
             with run.cleanup:
                 loop = run.start()
@@ -271,7 +242,7 @@ class Trainer:
         Returns:
             For each loader, its metrics by name.
         """
-        return self._evaluate("validate", VALIDATION, model, dataloaders, ckpt_path, datamodule, verbose)[0]
+        return evaluate(self, VALIDATION, model, dataloaders, ckpt_path, datamodule, verbose=verbose)[0]
 
     def test(
         self,
@@ -282,7 +253,7 @@ class Trainer:
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Run `test_step` over the test loaders; otherwise as `validate`."""
-        return self._evaluate("test", TEST, model, dataloaders, ckpt_path, datamodule, verbose)[0]
+        return evaluate(self, TEST, model, dataloaders, ckpt_path, datamodule, verbose=verbose)[0]
 
     def predict(
         self,
@@ -313,7 +284,7 @@ class Trainer:
             TypeError, ValueError: what `predict_step` returns can't be gathered, or the trainer does not deal the samples.
         """
         keep = return_predictions is not False
-        kept = self._evaluate("predict", PREDICTION, model, dataloaders, ckpt_path, datamodule, False, keep, gather)[1]
+        kept = evaluate(self, PREDICTION, model, dataloaders, ckpt_path, datamodule, keep=keep, gather=gather)[1]
         if not keep:
             return None
         return kept[0] if len(kept) == 1 else kept
@@ -332,19 +303,7 @@ class Trainer:
             CheckpointError: no run has begun, or it could not be written.
             RuntimeError: another rank is at another place.
         """
-        loop = self.training_loop
-        if self.fitting and not weights_only and loop is not None and not loop.is_between_steps:
-            self.waiting_saves.append(Path(filepath))
-        else:
-            with self._timed_save():
-                save(self, Path(filepath), weights_only=weights_only)
-
-    def write_waiting_saves(self) -> None:
-        """Write the checkpoints that were asked for where none could be taken. Called by the loop, on all ranks."""
-        waiting, self.waiting_saves = self.waiting_saves, []
-        for path in dict.fromkeys(waiting):
-            with self._timed_save():
-                save(self, path)
+        self.saves.write(Path(filepath), weights_only=weights_only)
 
     def start_checkpoint(
         self,
@@ -374,16 +333,7 @@ class Trainer:
                 raised later, on all ranks at the same step; at the latest before fit returns.
         """
         following = Following(committed, settled, retire)
-        with self._timed_save():
-            save(self, Path(filepath), weights_only=weights_only, following=following, background=background)
-
-    @contextmanager
-    def _timed_save(self) -> Generator[None]:
-        begun = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds_saving += time.monotonic() - begun
+        self.saves.start(Path(filepath), following, weights_only=weights_only, background=background)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written in the background. All ranks must call it, at the same place.
@@ -391,7 +341,7 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written.
         """
-        self.checkpoint_writer.settle()
+        self.saves.writer.settle()
 
     def remove_checkpoints(self, dropped: Sequence[str], staying: Sequence[str], monitor: str | None) -> None:
         """Delete checkpoints that are kept no more. For rank 0 to call.
@@ -408,6 +358,16 @@ class Trainer:
     def request_timed_save(self) -> None:
         """Ask all ranks for a checkpoint, at the same step, within about a second."""
         self.control.raise_flag(SAVE)
+
+    @property
+    def checkpoint_writer(self) -> BackgroundWriter:
+        """What writes checkpoints while training goes on; `waits` and `waited` say how often, and how long, one stood in line."""
+        return self.saves.writer
+
+    @property
+    def seconds_saving(self) -> float:
+        """How long checkpoints have kept this process, in all."""
+        return self.saves.seconds
 
     @property
     def timed_save_agreed(self) -> bool:
@@ -541,6 +501,30 @@ class Trainer:
         return self.progress.epochs_done > self.progress.epoch
 
     @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The newest values that were logged and reduced, the same on every rank. Reading is never a collective."""
+        return self.metrics.for_callbacks
+
+    @property
+    def metric_steps(self) -> dict[str, int]:
+        """The optimizer step at which each of `callback_metrics` was reduced."""
+        return self.metrics.steps
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The newest values given to the loggers."""
+        return self.metrics.for_loggers
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The newest values logged with `prog_bar=True`."""
+        return self.metrics.for_progress_bar
+
+    def monitored(self, name: str, who: str, *, required: bool = True) -> Tensor | None:
+        """The newest value of a metric that is to be decided by; arguments and errors as of `PublishedMetrics.monitored`."""
+        return self.metrics.monitored(name, who, required=required)
+
+    @property
     def awaits_validation(self) -> bool:
         """Whether a validation belongs to this fit, and none has been yet."""
         return self.fitting and self._has_validation and self.progress.validations == 0
@@ -647,162 +631,3 @@ class Trainer:
         """Print, on rank 0 only."""
         if self.is_global_zero:
             print(*args, **kwargs)
-
-    def monitored(self, name: str, who: str, *, required: bool = True) -> Tensor | None:
-        """The newest value of a metric that is to be decided by.
-
-        Args:
-            name: as it was logged.
-            who: wants it, for the message.
-            required: raise where it is not there; False: return None.
-
-        Raises:
-            RuntimeError: it was not logged, or differs from rank to rank, so that ranks would decide differently.
-        """
-        if name in self.callback_metrics:
-            return self.callback_metrics[name]
-        if name in self._unshared:
-            raise RuntimeError(
-                f"{who} monitors {name!r}, which was logged with sync_dist=False or rank_zero_only=True: it differs from "
-                "rank to rank, and so would the decision. Log it with sync_dist=True."
-            )
-        if not required:
-            return None
-        raise RuntimeError(
-            f"{who} monitors {name!r}, which was not logged: expected one of "
-            f"{', '.join(map(repr, self.callback_metrics)) or '(nothing was logged)'}."
-        )
-
-    def publish(self, logged: Logged, log: MetricLog) -> None:
-        """Hand reduced values to all who show, keep or decide by them."""
-        if self.sanity_checking:
-            return
-        if self.fitting:
-            self._refuse_shared_names(logged, log)
-        self._unshared.update(log.unshared_names())
-        tensors = _tensors(logged.for_callbacks)
-        self.callback_metrics |= tensors
-        self.metric_steps |= dict.fromkeys(logged.for_callbacks, self.global_step)
-        self.progress_bar_metrics |= logged.for_progress_bar
-        if not logged.for_logger:
-            return
-        self.logged_metrics |= tensors if logged.for_logger == logged.for_callbacks else _tensors(logged.for_logger)
-        if self.is_global_zero:
-            for logger in self.loggers:
-                logger.log_metrics(logged.for_logger, step=self.global_step)
-
-    def _refuse_shared_names(self, logged: Logged, log: MetricLog) -> None:
-        """Refuse a name of both training and validation: a monitor would follow now the one, now the other.
-
-        Raises:
-            ValueError: names it.
-        """
-        names = logged.for_callbacks.keys() | logged.for_logger.keys() | logged.for_progress_bar.keys()
-        if both := names & self._published[not log.evaluation]:
-            name = min(both)
-            raise ValueError(
-                f"self.log({name!r}) in training and in validation: one name would stand for two values, and a monitor for "
-                f"now the one, now the other. Expected two names, such as 'train/{name}' and 'val/{name}'."
-            )
-        self._published[log.evaluation] |= names
-
-    def log_hyperparameters(self) -> None:
-        """Hand the hyperparameters of data module and task to the loggers, on rank 0."""
-        if not self.is_global_zero:
-            return
-        hyperparameters: dict[str, Any] = {}
-        for holder in (self.datamodule, self.task):
-            if holder is not None and holder.logs_hyperparameters:
-                hyperparameters |= holder.hparams
-        if hyperparameters:
-            for logger in self.loggers:
-                logger.log_hyperparams(hyperparameters)
-
-    # --- evaluation --------------------------------------------------------
-
-    def _evaluate(
-        self,
-        stage_name: str,
-        stage: Stage,
-        task: Task | None,
-        dataloaders: Any,
-        ckpt_path: str | os.PathLike[str] | None,
-        datamodule: DataModule | None,
-        verbose: bool,
-        keep: bool = False,
-        gather: bool = False,
-    ) -> tuple[list[dict[str, float]], list[list[Any]]]:
-        if isinstance(dataloaders, DataModule):
-            dataloaders, datamodule = None, dataloaders
-        if task is None and ckpt_path is None and self.checkpoint_callback and self.checkpoint_callback.best_model_path:
-            ckpt_path = "best"
-            self.print(
-                f"{stage_name} without a task takes the best checkpoint: {self.checkpoint_callback.best_model_path}"
-            )
-        task = task if task is not None else getattr(self, "task", None)
-        if task is None:
-            raise ValueError(
-                f"{stage_name} needs a task: trainer.{stage_name}(task, …), since none was trained before."
-            )
-        predicts_by_forward = stage is PREDICTION and overrides(task, "forward", Task)
-        _check_task(task, stage_name, () if predicts_by_forward else (stage.step,))
-        if ckpt_path == "auto":
-            raise ValueError(f"ckpt_path='auto' is for fit; {stage_name} takes a path, 'best' or 'last'.")
-        with session(self, stage_name, task, datamodule or self.datamodule) as hooks:
-            if ckpt_path is not None:
-                restore(self, read(self, ckpt_path), training=False)
-            check_initialized(task)
-            # Without DDP's constructor nobody has made the ranks' weights equal.
-            self.strategy.broadcast_module(task)
-            source = DataSource(self)
-            loaders = source.evaluation(stage.data, stage.loaders, dataloaders)
-            if not loaders:
-                raise ValueError(
-                    f"{stage_name} has no loader: give one, or write {stage.loaders} in the task or a DataModule; and "
-                    f"{LIMITS[stage.data]} must be above 0."
-                )
-            if stage is PREDICTION:
-                self.predict_dataloaders = [prepared.loader for prepared in loaders]
-            flag = {"validate": "validating", "test": "testing", "predict": "predicting"}[stage_name]
-            setattr(self, flag, True)
-            loop = EvaluationLoop(self, task, hooks, stage, loaders, source.transfer())
-            for index, loader in enumerate(loaders):
-                for remark in loader.remarks():
-                    self.print(f"{stage_name}{f', loader {index}' if len(loaders) > 1 else ''}: {remark}")
-            logged, kept = loop.run(keep=keep, gather=gather)
-            setattr(self, flag, False)
-        results = _by_loader(logged, len(loaders))
-        if verbose and self.is_global_zero:
-            print_results(results, stage_name)
-        return results, kept
-
-
-def _check_task(task: Task, purpose: str, needed: Sequence[str]) -> None:
-    if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
-        if isinstance(getattr(task, "_orig_mod", None), Task):
-            raise TypeError(
-                f"expected a Task, received a compiled one: give the plain task to {purpose}, and let the strategy compile "
-                "its step, Trainer(strategy=DDPStrategy(compile='before_ddp')), so that it is split at DDP's buckets."
-            )
-        raise TypeError(f"expected a Task, received {type(task).__name__}: subclass samestep.trainer.Task.")
-    if "_modules" not in vars(task):
-        raise TypeError(f"{type(task).__name__}.__init__ has not called super().__init__(): expected it first.")
-    for name in needed:
-        if not overrides(task, name, Task):
-            check_names(type(task), Task)  # it may be there under another name
-            raise TypeError(
-                f"{type(task).__name__} has no {name}, which {purpose} needs: expected a method of that name."
-            )
-
-
-def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-
-
-def _by_loader(logged: Logged, loaders: int) -> list[dict[str, float]]:
-    values = {**logged.for_callbacks, **logged.for_logger}
-    if loaders == 1:
-        return [values]
-    marks = [f"/dataloader_idx_{index}" for index in range(loaders)]
-    common = {name: value for name, value in values.items() if not name.endswith(tuple(marks))}
-    return [{**common, **{name: value for name, value in values.items() if name.endswith(mark)}} for mark in marks]

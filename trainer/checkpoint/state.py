@@ -107,7 +107,7 @@ def save(
         CheckpointError: no run has begun, or this checkpoint, or the one before, could not be written.
         TypeError: the state holds something that could not be loaded again.
     """
-    strategy, writer = trainer.strategy, trainer.checkpoint_writer
+    strategy, writer = trainer.strategy, trainer.saves.writer
     if getattr(trainer, "task", None) is None:
         raise CheckpointError(
             f"there is nothing to save in {path} yet: this Trainer has no task before its first run. Call fit first, or "
@@ -218,8 +218,9 @@ def restore(
             callback.load_rank_state_dict(own["callbacks_of_rank"][key])
     trainer.progress.load_state_dict(state["progress"])
     _find_place(trainer, checkpoint, Position.from_state(state.get("position")), own.get("loader", {}))
-    trainer.callback_metrics |= {name: torch.tensor(v, dtype=torch.float64) for name, v in state["metrics"].items()}
-    trainer.metric_steps |= state["metric_steps"]
+    metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in state["metrics"].items()}
+    trainer.callback_metrics.update(metrics)
+    trainer.metric_steps.update(state["metric_steps"])
 
 
 def _check_counts(checkpoint: Checkpoint, state: dict[str, Any], trainer: Trainer) -> None:
