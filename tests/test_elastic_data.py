@@ -228,8 +228,11 @@ class Counting(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.error, self.ranks = torchmetrics.MeanSquaredError(), torchmetrics.SpearmanCorrCoef()
-        self.correlation = torchmetrics.PearsonCorrCoef()
+        self.error, self.ranks = (
+            torchmetrics.MeanSquaredError().set_dtype(torch.float64),
+            torchmetrics.SpearmanCorrCoef(),
+        )
+        self.correlation = torchmetrics.PearsonCorrCoef().set_dtype(torch.float64)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -260,6 +263,7 @@ def counts(jobs: list[tuple[str, str | None, int]]) -> list[Any]:
     return [count(*job) for job in jobs]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torchmetrics: of memory, and of too few samples
 def test_the_values_of_an_epoch_are_those_of_all_its_batches_on_any_number_of_ranks(tmp_path: Path) -> None:
     parts = {1: count(str(tmp_path / "1"), None, 6)}
     whole = parts[1][0]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
+from .metrics.merging import merge, nothing_of, part_of, unmergeable, without
 from .randomness import derived_seed, seed_everything, set_rng_state
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Resumption:
         self._trainer, self._checkpoint = trainer, checkpoint
         self._rank_state = read_rank_state(checkpoint, trainer.global_rank)
         """What the checkpoint has of this rank alone, until that is taken up."""
+        self._taken_up = False
         self._other_ranks = checkpoint.manifest["world_size"] != trainer.world_size
         if self._rank_state is not None and self._other_ranks:  # the rest is one of as many parts as there were ranks
             self._rank_state = {key: value for key, value in self._rank_state.items() if key in ("rng", "strategy")}
@@ -55,13 +57,32 @@ class Resumption:
         Behind the hooks that run once more, which may draw and log: `on_train_start`, and inside an epoch
         `on_train_epoch_start`. There, the loader has begun before, which draws, too.
         """
-        state, self._rank_state = self._rank_state, None
-        if state is None:
+        if self._taken_up:
             return
-        set_rng_state(state["rng"])
-        if "metrics" in state:
+        self._taken_up = True
+        state, self._rank_state = self._rank_state, None
+        if state is not None:
+            set_rng_state(state["rng"])
+        if self._other_ranks:
+            self._take_up_logged(loop)
+        elif state is not None and "metrics" in state:
             loop.load_metrics_state_dict(state["metrics"])
-        elif self._other_ranks and self._trainer.progress.batch_idx:
-            self._trainer.print(
-                "on another number of ranks: what this epoch logs as its own covers the batches after the resume only"
+
+    def _take_up_logged(self, loop: TrainingLoop) -> None:
+        """Go on with what former ranks had logged: each one's sums become part of one rank's."""
+        trainer, former_ranks = self._trainer, self._checkpoint.manifest["world_size"]
+        part = part_of(former_ranks, trainer.global_rank, trainer.world_size)
+        told = [read_rank_state(self._checkpoint, rank) for rank in part or [0]]
+        states = [state["metrics"] for state in told if state is not None and "metrics" in state]
+        if not states:  # a checkpoint that has none
+            return
+        if not part:
+            loop.load_metrics_state_dict(nothing_of(states[0]))
+            return
+        left_out = unmergeable(states, trainer.task) if trainer.world_size < former_ranks else []
+        loop.load_metrics_state_dict(merge([without(state, left_out) for state in states], trainer.task))
+        if left_out:
+            trainer.print(
+                f"on fewer ranks: torchmetrics' {', '.join(map(repr, left_out))} can't put the sums of several ranks together "
+                "before it is computed; in this epoch it covers the batches after the resume only"
             )

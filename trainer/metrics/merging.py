@@ -90,7 +90,9 @@ def _can_merge(metric: Any) -> bool:
     )
 
 
-def _merged_object(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merged_object(metric: Any, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    if len(states) == 1:  # also of those that can't be merged
+        return states[0]
     sums = {
         name: combined_states(
             [cast("Tensor | list[Any]", state["sums"][name]) for state in states], default, metric._reductions[name]
