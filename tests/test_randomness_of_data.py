@@ -228,6 +228,6 @@ def test_reloaded_loaders_are_those_of_the_right_epoch_also_after_a_resume(tmp_p
         seen, asked_again, _ = run(f"from-{step}", paths[step - 1])
         validated = 2 * (step // 4)
         assert seen == whole[step + validated :], step
-        assert asked_again[0] == ("train", {1: 0, 4: 0, 6: 0, 14: 2, 15: 2, 16: 2}[step])
+        assert asked_again[0] == ("train", {1: 0, 4: 0, 6: 0, 14: 2, 15: 2, 16: 4}[step])
     with pytest.raises(ValueError, match="reload_dataloaders_every_n_epochs=2 with loaders given to fit"):
         quiet_trainer(reload_dataloaders_every_n_epochs=2).fit(Seen(), DataLoader(torch.ones(4, 1)))

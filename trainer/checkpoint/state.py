@@ -81,7 +81,7 @@ def state_of_rank(trainer: Trainer, *, weights_only: bool = False) -> dict[str, 
     if theirs := {key: mine for key, callback in keyed if (mine := callback.rank_state_dict())}:
         state["callbacks_of_rank"] = theirs
     data = trainer.training_data
-    if data is not None and (where := data.state_dict(trainer.progress.batch_idx)):
+    if data is not None and (where := data.state_dict(trainer.progress.batch_idx, over=trainer.epoch_is_over)):
         state["loader"] = where
     if trainer.training_loop is not None:
         state["metrics"] = trainer.training_loop.metrics_state_dict()

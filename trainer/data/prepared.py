@@ -73,7 +73,7 @@ class PreparedLoader:
 
     begun_at: Place = field(default_factory=Place)
     _loaded: bool = False
-    _given: int = 0
+    _asked_for: int = 0
     _notes: deque[tuple[int, Any]] = field(default_factory=deque[tuple[int, Any]])
 
     # --- what it is ------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class PreparedLoader:
         left = iter(self.loader)
         if skip and not self.seeks and not placed:
             left = islice(left, skip, None)
-        self._given = 0
+        self._asked_for = 0
         if self.stateful is not None and self.read_ahead:
             left = self._with_notes(left, skip)
         if self.length is None or (self.stateful is not None and self.limit is None):
@@ -223,12 +223,15 @@ class PreparedLoader:
         self.begun_at = place
         self.length = self.length_of_epoch()
 
-    def state_dict(self, batches: int) -> dict[str, Any]:
-        """The state of the loader or dataset as it was after so many batches; empty where it has none."""
+    def state_dict(self, batches: int, *, over: bool = False) -> dict[str, Any]:
+        """The state of the loader or dataset as it was after so many batches; empty where it has none.
+
+        `over`: the epoch is, so that the end has been seen, behind which a stream may begin anew.
+        """
         if self.stateful is None:
             return {}
         workers = getattr(self.loader, "num_workers", None)
-        if batches < self._given:  # more was read than is done
+        if batches < self._asked_for and not over:  # more was read than is done, or it was seen that there is no more
             state = next(noted for given, noted in reversed(self._notes) if given <= batches)
         else:
             state = self.stateful.state_dict()
@@ -261,11 +264,11 @@ class PreparedLoader:
         self._notes = deque(maxlen=self.read_ahead + 2)
         while True:
             self._notes.append((given, self.stateful.state_dict()))
+            given = self._asked_for = given + 1
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            given = self._given = given + 1
             yield batch
 
 
