@@ -211,6 +211,7 @@ class Trainer:
             if self._has_validation:
                 check_task(model, "validation inside fit", ("validation_step",))
             run = FitRun(self, model, hooks, loaders, checkpoint)
+            del checkpoint  # as large as the model with its optimizers: the run lets it go when it has taken it over
             with run.cleanup:
                 loop = run.start()
                 if not run.has_next_epoch():
