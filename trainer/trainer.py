@@ -1,4 +1,4 @@
-"""`Trainer`: fit, validate, test and predict; and the life of a run around them."""
+"""`Trainer`: its options, the four things it does, and what a program or a callback may ask of it."""
 
 from __future__ import annotations
 
