@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from run_ranks import run_ranks
 from samestep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from samestep.trainer import CheckpointError, Task
+from samestep.trainer.checkpoint import Checkpoint
 from tasks import Regression, loader, parameters_of, quiet_trainer
 from torch import nn
 
@@ -102,6 +104,23 @@ def test_resuming_after_any_epoch_equals_going_on(ranks: int, options: dict[str,
         for rank in range(ranks):
             assert_same(resumed[rank], whole[rank])
             assert next(entry for entry in resumed[rank]["trace"] if entry[0] == "epoch") == ("epoch", stop)
+
+
+def test_a_resumed_run_keeps_no_copy_of_the_checkpoint_while_it_trains(tmp_path: Path) -> None:
+    class Looks(Callback):
+        kept: list[Any] | None = None
+
+        def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+            gc.collect()
+            self.kept = [each for each in gc.get_objects() if type(each) is Checkpoint]
+
+    keep, looks = ModelCheckpoint(tmp_path / "c"), Looks()
+    first = quiet_trainer(max_epochs=1, precision=64, enable_checkpointing=True, callbacks=[keep])
+    first.fit(Noisy(), loader(8, 4), loader(8, 4))
+    trainer = quiet_trainer(max_epochs=2, precision=64, callbacks=[looks])
+    trainer.fit(Noisy(), loader(8, 4), loader(8, 4), ckpt_path=keep.best_model_path)
+    assert trainer.global_step == 4
+    assert looks.kept == []
 
 
 def test_resuming_twice_equals_going_on(tmp_path: Path) -> None:

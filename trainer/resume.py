@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Resumption:
-    """A checkpoint, given back to a fit in three parts: before its loop is built, before it trains, and in its first epoch."""
+    """A checkpoint, given back to a fit in three parts: before its loop is built, before it trains, and in its first epoch.
+
+    It is let go after the second: it is as large as the model with its optimizers.
+    """
 
     def __init__(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
         self._trainer, self._checkpoint = trainer, checkpoint
@@ -46,6 +49,7 @@ class Resumption:
         trainer = self._trainer
         if "loop" in self._checkpoint.training:
             loop.load_state_dict(self._checkpoint.training["loop"])
+        del self._checkpoint
         if self._rank_state is None:  # on more ranks than before, the new ones have numbers of their own
             seed_everything(derived_seed(trainer.seed, trainer.global_rank, "rank", trainer.global_step))
         else:

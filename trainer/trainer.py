@@ -1,4 +1,4 @@
-"""`Trainer`: fit, validate, test and predict; and the life of a run around them."""
+"""`Trainer`: its options, the four things it does, and what a program or a callback may ask of it."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Trainer:
         self.resumed_from: Path | None = None
         """The checkpoint this run goes on from; it is never removed."""
 
-    # --- the four things it does -----------------------------------------------------------
+    # --- the four things it does -------------------------------------------------------------
 
     def fit(
         self,
@@ -211,6 +211,7 @@ class Trainer:
             if self._has_validation:
                 check_task(model, "validation inside fit", ("validation_step",))
             run = FitRun(self, model, hooks, loaders, checkpoint)
+            del checkpoint  # as large as the model with its optimizers: the run lets it go when it has taken it over
             with run.cleanup:
                 loop = run.start()
                 if not run.has_next_epoch():
@@ -289,6 +290,8 @@ class Trainer:
             return None
         return kept[0] if len(kept) == 1 else kept
 
+    # --- checkpoints -------------------------------------------------------------------------
+
     def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
         """Write a checkpoint into the folder `filepath`.
 
@@ -360,6 +363,11 @@ class Trainer:
         self.control.raise_flag(SAVE)
 
     @property
+    def timed_save_agreed(self) -> bool:
+        """Whether all ranks agreed, at the end of the last step, that a checkpoint is due."""
+        return bool(self.control.agreed & SAVE)
+
+    @property
     def checkpoint_writer(self) -> BackgroundWriter:
         """What writes checkpoints while training goes on; `waits` and `waited` say how often, and how long, one stood in line."""
         return self.saves.writer
@@ -369,54 +377,12 @@ class Trainer:
         """How long checkpoints have kept this process, in all."""
         return self.saves.seconds
 
-    @property
-    def timed_save_agreed(self) -> bool:
-        """Whether all ranks agreed, at the end of the last step, that a checkpoint is due."""
-        return bool(self.control.agreed & SAVE)
-
-    def take_snapshot(self) -> Snapshot:
-        """Copy the state of training, without the position in the data, to the CPU's memory. All ranks must."""
-        return take_snapshot(self)
-
-    def go_back(self, snapshot: Snapshot) -> None:
-        """Bring training back to a snapshot, and go on with the samples that come next. All ranks must, at the same step."""
-        go_back(self, snapshot)
-
-    def diverge(self, reason: str) -> NoReturn:
-        """End the run as diverged, on all ranks at the same step.
-
-        Raises:
-            DivergedError: with the reason.
-        """
-        raise DivergedError(reason)
-
-    def learning_rates(self) -> LearningRates:
-        """The learning rate now, at its highest from here on, and in the last step of the plan.
-
-        Raises:
-            RuntimeError: no fit has begun.
-        """
-        if self.plan is None:
-            raise RuntimeError("learning_rates are known inside fit only, from on_fit_start on.")
-        if not self.task.automatic_optimization or overrides(self.task, "lr_scheduler_step", Task):
-            # The task steps its schedulers as it likes.
-            return LearningRates(float(self.optimizers[0].param_groups[0]["lr"]))
-        return learning_rates(self.optimizers[0], self.lr_scheduler_configs, self.plan, self.global_step)
+    # --- to stop, or to go back --------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
         """Ask all ranks to stop training: within about a second, at the same step. Any rank may ask."""
         self.stop_reason = self.stop_reason or reason
         self.should_stop = True
-
-    # --- where it stands -------------------------------------------------------------------
-
-    @property
-    def position(self) -> Position | None:
-        """Where the fit stands in its training data; None before the first."""
-        if self.training_data is None:
-            return None
-        batches, accumulation = self.progress.batch_idx, self.config.accumulate_grad_batches
-        return Position.of(self.training_data, self.world_size, accumulation, batches)
 
     @property
     def should_stop(self) -> bool:
@@ -429,6 +395,24 @@ class Trainer:
         if value:
             self.control.raise_flag(STOP)
 
+    def diverge(self, reason: str) -> NoReturn:
+        """End the run as diverged, on all ranks at the same step.
+
+        Raises:
+            DivergedError: with the reason.
+        """
+        raise DivergedError(reason)
+
+    def take_snapshot(self) -> Snapshot:
+        """Copy the state of training, without the position in the data, to the CPU's memory. All ranks must."""
+        return take_snapshot(self)
+
+    def go_back(self, snapshot: Snapshot) -> None:
+        """Bring training back to a snapshot, and go on with the samples that come next. All ranks must, at the same step."""
+        go_back(self, snapshot)
+
+    # --- where it stands ---------------------------------------------------------------------
+
     @property
     def current_epoch(self) -> int:
         """The epoch that is running, from 0."""
@@ -440,44 +424,29 @@ class Trainer:
         return self.progress.global_step
 
     @property
-    def global_rank(self) -> int:
-        """This process's number among all."""
-        return self.strategy.rank
+    def position(self) -> Position | None:
+        """Where the fit stands in its training data; None before the first."""
+        if self.training_data is None:
+            return None
+        batches, accumulation = self.progress.batch_idx, self.config.accumulate_grad_batches
+        return Position.of(self.training_data, self.world_size, accumulation, batches)
 
     @property
-    def local_rank(self) -> int:
-        """This process's number on its host."""
-        return self.strategy.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self.strategy.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.strategy.rank == 0
-
-    @property
-    def model(self) -> Task:
-        """The task of the run."""
-        return self.task
-
-    @property
-    def lightning_module(self) -> Task:
-        """The task of the run, as Lightning's callbacks call it."""
-        return self.task
-
-    @property
-    def num_devices(self) -> int:
-        """Processes, and so devices, on this host."""
-        return self.strategy.environment.local_world_size
+    def epoch_is_over(self) -> bool:
+        """Whether all batches of the running epoch are done, and only its end is left."""
+        return self.progress.epochs_done > self.progress.epoch
 
     @property
     def evaluating(self) -> bool:
         """Whether a validation or test is running."""
         return self.validating or self.testing or self.sanity_checking
+
+    @property
+    def awaits_validation(self) -> bool:
+        """Whether a validation belongs to this fit, and none has been yet."""
+        return self.fitting and self._has_validation and self.progress.validations == 0
+
+    # --- what it is going to do --------------------------------------------------------------
 
     @property
     def max_epochs(self) -> int | None:
@@ -494,40 +463,6 @@ class Trainer:
         """Micro-batches of this rank in an epoch; inf where it is not known."""
         known = None if self.plan is None else self.plan.batches_per_epoch
         return float("inf") if known is None else known
-
-    @property
-    def epoch_is_over(self) -> bool:
-        """Whether all batches of the running epoch are done, and only its end is left."""
-        return self.progress.epochs_done > self.progress.epoch
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """The newest values that were logged and reduced, the same on every rank. Reading is never a collective."""
-        return self.metrics.for_callbacks
-
-    @property
-    def metric_steps(self) -> dict[str, int]:
-        """The optimizer step at which each of `callback_metrics` was reduced."""
-        return self.metrics.steps
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """The newest values given to the loggers."""
-        return self.metrics.for_loggers
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """The newest values logged with `prog_bar=True`."""
-        return self.metrics.for_progress_bar
-
-    def monitored(self, name: str, who: str, *, required: bool = True) -> Tensor | None:
-        """The newest value of a metric that is to be decided by; arguments and errors as of `PublishedMetrics.monitored`."""
-        return self.metrics.monitored(name, who, required=required)
-
-    @property
-    def awaits_validation(self) -> bool:
-        """Whether a validation belongs to this fit, and none has been yet."""
-        return self.fitting and self._has_validation and self.progress.validations == 0
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -567,6 +502,57 @@ class Trainer:
             raise RuntimeError(f"{what} is known inside fit only, from configure_optimizers on.")
         return self.plan
 
+    def learning_rates(self) -> LearningRates:
+        """The learning rate now, at its highest from here on, and in the last step of the plan.
+
+        Raises:
+            RuntimeError: no fit has begun.
+        """
+        if self.plan is None:
+            raise RuntimeError("learning_rates are known inside fit only, from on_fit_start on.")
+        if not self.task.automatic_optimization or overrides(self.task, "lr_scheduler_step", Task):
+            # The task steps its schedulers as it likes.
+            return LearningRates(float(self.optimizers[0].param_groups[0]["lr"]))
+        return learning_rates(self.optimizers[0], self.lr_scheduler_configs, self.plan, self.global_step)
+
+    # --- what was logged ---------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The newest values that were logged and reduced, the same on every rank. Reading is never a collective."""
+        return self.metrics.for_callbacks
+
+    @property
+    def metric_steps(self) -> dict[str, int]:
+        """The optimizer step at which each of `callback_metrics` was reduced."""
+        return self.metrics.steps
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The newest values given to the loggers."""
+        return self.metrics.for_loggers
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The newest values logged with `prog_bar=True`."""
+        return self.metrics.for_progress_bar
+
+    def monitored(self, name: str, who: str, *, required: bool = True) -> Tensor | None:
+        """The newest value of a metric that is to be decided by; arguments and errors as of `PublishedMetrics.monitored`."""
+        return self.metrics.monitored(name, who, required=required)
+
+    # --- its parts ---------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Task:
+        """The task of the run."""
+        return self.task
+
+    @property
+    def lightning_module(self) -> Task:
+        """The task of the run, as Lightning's callbacks call it."""
+        return self.task
+
     @property
     def logger(self) -> Logger | None:
         """The first logger."""
@@ -591,6 +577,40 @@ class Trainer:
     def early_stopping_callback(self) -> EarlyStopping | None:
         """The first EarlyStopping."""
         return next((callback for callback in self.callbacks if isinstance(callback, EarlyStopping)), None)
+
+    # --- its processes -----------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number among all."""
+        return self.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        return self.strategy.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.strategy.world_size
+
+    @property
+    def num_devices(self) -> int:
+        """Processes, and so devices, on this host."""
+        return self.strategy.environment.local_world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.strategy.rank == 0
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print, on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    # --- where its output goes ---------------------------------------------------------------
 
     @property
     def default_root_dir(self) -> str:
@@ -626,8 +646,3 @@ class Trainer:
     @run_folder.setter
     def run_folder(self, folder: Path) -> None:
         self._run_folder = folder
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print, on rank 0 only."""
-        if self.is_global_zero:
-            print(*args, **kwargs)

@@ -53,13 +53,13 @@ class ValidationSchedule:
         self._plan()
 
     def count_anew(self, before: int) -> None:
-        """On another number of ranks batches are other ones: a validation that comes due by that alone is left out.
+        """Where a resumed run has other batches: a validation that comes due by that alone is left out.
 
-        That is said in batches, not in samples, since the interval is: samples would have to become batches for it again.
+        To count samples instead would not spare it: the interval is one of batches, and is another number of samples now.
 
         Args:
-            before: batches since the last one was due, in those of the checkpoint. By as many as the interval, one was
-                due in front of which the run was saved: it still is.
+            before: batches since the last one was due, as the checkpoint counts them. With an interval of them or more,
+                the run was saved in front of a validation, which is still due.
         """
         if self._interval is not None and before < self._interval:
             self._progress.batches_since_validation %= self._interval
