@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint, read_rank_state
 from .checkpoint.state import restore
@@ -25,10 +25,21 @@ class Resumption:
         self._trainer, self._checkpoint = trainer, checkpoint
         self._rank_state = read_rank_state(checkpoint, trainer.global_rank)
         """What the checkpoint has of this rank alone, until that is taken up."""
-        self._taken_up = False
-        self._other_ranks = checkpoint.manifest["world_size"] != trainer.world_size
+        self._former_ranks: int = checkpoint.manifest["world_size"]
+        self._other_ranks = self._former_ranks != trainer.world_size
+        self._logged = self._logged_before(checkpoint)
+        """What was logged so far in the epoch by the ranks whose sums go on as this one's."""
         if self._rank_state is not None and self._other_ranks:  # the rest is one of as many parts as there were ranks
             self._rank_state = {key: value for key, value in self._rank_state.items() if key in ("rng", "strategy")}
+        self._taken_up = False
+
+    def _logged_before(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+        part = part_of(self._former_ranks, self._trainer.global_rank, self._trainer.world_size)
+        told = [self._rank_state]
+        if self._other_ranks:
+            told = [read_rank_state(checkpoint, rank) for rank in part or [0]]
+        states = [state["metrics"] for state in told if state is not None and "metrics" in state]
+        return states if part else [nothing_of(state) for state in states]
 
     def restore(self, validations: ValidationSchedule) -> None:
         """Give back weights, optimizers, schedulers, callbacks, counters, and the place in the data.
@@ -64,27 +75,16 @@ class Resumption:
         if self._taken_up:
             return
         self._taken_up = True
-        state, self._rank_state = self._rank_state, None
-        if state is not None:
-            set_rng_state(state["rng"])
-        if self._other_ranks:
+        if self._rank_state is not None:
+            set_rng_state(self._rank_state["rng"])
+        if self._logged:  # else it is a checkpoint that has none
             self._take_up_logged(loop)
-        elif state is not None and "metrics" in state:
-            loop.load_metrics_state_dict(state["metrics"])
+        self._rank_state, self._logged = None, []
 
     def _take_up_logged(self, loop: TrainingLoop) -> None:
-        """Go on with what former ranks had logged: each one's sums become part of one rank's."""
-        trainer, former_ranks = self._trainer, self._checkpoint.manifest["world_size"]
-        part = part_of(former_ranks, trainer.global_rank, trainer.world_size)
-        told = [read_rank_state(self._checkpoint, rank) for rank in part or [0]]
-        states = [state["metrics"] for state in told if state is not None and "metrics" in state]
-        if not states:  # a checkpoint that has none
-            return
-        if not part:
-            loop.load_metrics_state_dict(nothing_of(states[0]))
-            return
-        left_out = unmergeable(states, trainer.task) if trainer.world_size < former_ranks else []
-        loop.load_metrics_state_dict(merge([without(state, left_out) for state in states], trainer.task))
+        trainer = self._trainer
+        left_out = unmergeable(self._logged, trainer.task) if trainer.world_size < self._former_ranks else []
+        loop.load_metrics_state_dict(merge([without(state, left_out) for state in self._logged], trainer.task))
         if left_out:
             trainer.print(
                 f"on fewer ranks: torchmetrics' {', '.join(map(repr, left_out))} can't put the sums of several ranks together "
