@@ -3,7 +3,8 @@
     python benchmarks/kills.py --kills 200
 
 Two ranks train a small model with dropout, momentum and a schedule, and save every few steps. At a random moment one of
-them, or both, gets SIGKILL; the one that is left must end by itself. The next attempt goes on from the newest checkpoint.
+them, or both, gets SIGKILL; the one that is left must end by itself. (Ranks that have not met yet wait for each other for 20
+seconds: no agent of torchrun's is there to end them.) The next attempt goes on from the newest checkpoint.
 After each kill the newest checkpoint that was complete before must still verify, or a newer one must. When a run is through,
 its weights are compared bit by bit with those of a run that nobody disturbed; then the next run begins, with another seed.
 """
@@ -21,11 +22,13 @@ import statistics
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from samestep.callbacks import ModelCheckpoint
+from samestep.strategies import DDPStrategy
 from samestep.trainer import Task, Trainer
 from samestep.trainer.checkpoint import newest_intact, read_checkpoint
 from torch import Tensor, nn
@@ -63,7 +66,7 @@ def rank_of_run(rank: int, port: int, folder: str, seed: int) -> None:
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), BATCH, shuffle=True)
     trainer = Trainer(
         accelerator="cpu", max_epochs=EPOCHS, seed=seed, default_root_dir=folder, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, strategy=DDPStrategy(startup_timeout=timedelta(seconds=20)),
         callbacks=[ModelCheckpoint(every_n_train_steps=SAVE_EVERY), ModelCheckpoint(f"{folder}/end")],
     )  # fmt: skip
     trainer.fit(Small(), loader, ckpt_path="auto")
@@ -113,9 +116,11 @@ def through(processes: list[Any]) -> None:
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Those at the end of a run."""
-    newest = newest_intact([folder / "end"])
+    newest = newest_intact([folder / "checkpoints", folder / "end"])
     assert newest is not None
-    return read_checkpoint(newest).model
+    checkpoint = read_checkpoint(newest)
+    assert checkpoint.training["global_step"] == EPOCHS * SAMPLES // (RANKS * BATCH), newest
+    return checkpoint.model
 
 
 def newest_step(folder: Path) -> int:
@@ -161,7 +166,7 @@ def main() -> int:
             runs += 1
             print(f"run {runs}: {kills} kills so far, weights {'equal bit by bit' if same else 'DIFFER'}", flush=True)
             if not same:
-                return 1
+                raise RuntimeError(f"{folder} is not as {undisturbed}")
             shutil.rmtree(undisturbed)
             shutil.rmtree(folder)
     finally:

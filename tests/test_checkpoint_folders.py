@@ -17,7 +17,7 @@ from run_ranks import errors_of_ranks, run_ranks
 from samestep.callbacks import ModelCheckpoint
 from samestep.trainer import CheckpointError
 from samestep.trainer.checkpoint import folder, newest_intact, read_checkpoint, staging
-from samestep.trainer.checkpoint.staging import claim, claim_new, release
+from samestep.trainer.checkpoint.staging import claim, claim_new, release, sweep
 from tasks import Regression, ScalarWeight, loader, quiet_trainer
 from torch.utils.data import DataLoader
 
@@ -113,8 +113,7 @@ def test_what_a_dead_run_left_is_removed_and_what_a_living_one_writes_is_not(tmp
         while not (tmp_path / ".a.partial" / "training.pt").exists():
             pass
         assert not claim(tmp_path / "a")
-        assert claim(tmp_path / "b")
-        release(tmp_path / "b")
+        sweep(tmp_path)
         assert not (tmp_path / ".c.partial.lock").exists()
         assert (tmp_path / ".a.partial" / "training.pt").exists()
         trainer = quiet_trainer(max_epochs=1)
@@ -125,8 +124,7 @@ def test_what_a_dead_run_left_is_removed_and_what_a_living_one_writes_is_not(tmp
     finally:
         holder.kill()
         holder.communicate()
-    assert claim(tmp_path / "b")
-    release(tmp_path / "b")
+    sweep(tmp_path)
     foreign = [".mine.lock", ".mine.partial", ".yours.partial.lock"]
     assert sorted(os.listdir(tmp_path)) == foreign
     trainer.save_checkpoint(tmp_path / "a")

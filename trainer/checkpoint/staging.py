@@ -70,7 +70,7 @@ def _holds_only_parts(folder: Path) -> bool:
 
 
 def claim(path: Path) -> bool:
-    """Take a checkpoint's staging folder for this process, until `release`; remove what dead runs left beside it.
+    """Take a checkpoint's staging folder for this process, until `release`.
 
     Returns:
         False: another process is writing this very checkpoint.
@@ -79,7 +79,8 @@ def claim(path: Path) -> bool:
     if path in _held:
         return True
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        put_back(path)
+        os.makedirs(path.parent, exist_ok=True)
         lock = _lock(path)
         for _ in range(_TRIES):
             if lock is not None:
@@ -92,9 +93,6 @@ def claim(path: Path) -> bool:
     if lock is None:
         return False
     _held[path] = lock
-    for other in _begun_in(path.parent):
-        _remove_if_left(other)
-    put_back_all(path.parent)
     return True
 
 
@@ -115,6 +113,14 @@ def release(path: Path) -> None:
         return
     shutil.rmtree(staging_of(path), ignore_errors=True)
     _unlock(path, _held.pop(path))
+
+
+def sweep(folder: Path) -> None:
+    """Remove what dead runs left in a folder of checkpoints, and put back what they were about to replace."""
+    folder = folder.absolute()
+    for path in _begun_in(folder):
+        _remove_if_left(path)
+    put_back_all(folder)
 
 
 def _begun_in(folder: Path) -> set[Path]:
