@@ -3,8 +3,9 @@
     python benchmarks/kills.py --kills 200
 
 Two ranks train a small model with dropout, momentum and a schedule, and save every few steps. At a random moment one of
-them, or both, gets SIGKILL; the one that is left must end by itself. (Ranks that have not met yet wait for each other for 20
-seconds: no agent of torchrun's is there to end them.) The next attempt goes on from the newest checkpoint.
+them, or both, gets SIGKILL; the one that is left must end by itself. (Not before they have met: a rank waits for minutes for
+one that may still be starting, and it would be torchrun's agent that ends it.) The next attempt goes on from the newest
+checkpoint.
 After each kill the newest checkpoint that was complete before must still verify, or a newer one must. When a run is through,
 its weights are compared bit by bit with those of a run that nobody disturbed; then the next run begins, with another seed.
 """
@@ -22,13 +23,11 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from samestep.callbacks import ModelCheckpoint
-from samestep.strategies import DDPStrategy
+from samestep.callbacks import Callback, ModelCheckpoint
 from samestep.trainer import Task, Trainer
 from samestep.trainer.checkpoint import newest_intact, read_checkpoint
 from torch import Tensor, nn
@@ -54,6 +53,16 @@ class Small(Task):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Met(Callback):
+    """Leaves a file when the ranks have met."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        self.file.touch()
+
+
 def rank_of_run(rank: int, port: int, folder: str, seed: int) -> None:
     """One rank: train to the end from the newest checkpoint, or from the start."""
     os.environ |= {
@@ -66,14 +75,21 @@ def rank_of_run(rank: int, port: int, folder: str, seed: int) -> None:
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), BATCH, shuffle=True)
     trainer = Trainer(
         accelerator="cpu", max_epochs=EPOCHS, seed=seed, default_root_dir=folder, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, strategy=DDPStrategy(startup_timeout=timedelta(seconds=20)),
-        callbacks=[ModelCheckpoint(every_n_train_steps=SAVE_EVERY), ModelCheckpoint(f"{folder}/end")],
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint(every_n_train_steps=SAVE_EVERY), ModelCheckpoint(f"{folder}/end"), Met(met(folder, rank))],
     )  # fmt: skip
     trainer.fit(Small(), loader, ckpt_path="auto")
 
 
+def met(folder: str | Path, rank: int) -> Path:
+    """The file that tells that a rank has met the others."""
+    return Path(f"{folder}-rank-{rank}.met")
+
+
 def start(folder: Path, seed: int) -> list[Any]:
     """The processes of one attempt; what they say goes into a file."""
+    for rank in range(RANKS):
+        met(folder, rank).unlink(missing_ok=True)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -134,7 +150,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=4.0, help="seconds that an attempt may have before its kill")
+    parser.add_argument(
+        "--longest", type=float, default=4.0, help="seconds that ranks that have met may have before a kill"
+    )
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
     root = Path(tempfile.mkdtemp(prefix="kills-"))
@@ -146,7 +164,9 @@ def main() -> int:
             through(start(undisturbed, seed))
             processes = start(folder, seed)
             while kills < arguments.kills:
-                time.sleep(chance.uniform(0.3, arguments.longest))
+                while not all(met(folder, rank).exists() or not processes[rank].is_alive() for rank in range(RANKS)):
+                    time.sleep(0.01)
+                time.sleep(chance.uniform(0.0, arguments.longest))
                 before = newest_step(folder)
                 if not any(process.is_alive() for process in processes):
                     break
