@@ -142,7 +142,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 def newest_step(folder: Path) -> int:
     """Of the newest checkpoint that verifies; 0: there is none."""
     newest = newest_intact([folder / "checkpoints", folder / "end"])
-    return 0 if newest is None else read_checkpoint(newest).training["global_step"]
+    return 0 if newest is None else int(newest.name.removeprefix("step-"))  # a run that goes on may remove it meanwhile
 
 
 def main() -> int:
