@@ -3,7 +3,9 @@
     python benchmarks/kills.py --kills 200
 
 Two ranks train a small model with dropout, momentum and a schedule, and save every few steps. At a random moment one of
-them, or both, gets SIGKILL; the one that is left must end by itself. The next attempt goes on from the newest checkpoint.
+them, or both, gets SIGKILL; the one that is left must end by itself. (Not before they have met: a rank waits for minutes for
+one that may still be starting, and it would be torchrun's agent that ends it.) The next attempt goes on from the newest
+checkpoint.
 After each kill the newest checkpoint that was complete before must still verify, or a newer one must. When a run is through,
 its weights are compared bit by bit with those of a run that nobody disturbed; then the next run begins, with another seed.
 """
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from samestep.callbacks import ModelCheckpoint
+from samestep.callbacks import Callback, ModelCheckpoint
 from samestep.trainer import Task, Trainer
 from samestep.trainer.checkpoint import newest_intact, read_checkpoint
 from torch import Tensor, nn
@@ -51,6 +53,16 @@ class Small(Task):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Met(Callback):
+    """Leaves a file when the ranks have met."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        self.file.touch()
+
+
 def rank_of_run(rank: int, port: int, folder: str, seed: int) -> None:
     """One rank: train to the end from the newest checkpoint, or from the start."""
     os.environ |= {
@@ -64,13 +76,20 @@ def rank_of_run(rank: int, port: int, folder: str, seed: int) -> None:
     trainer = Trainer(
         accelerator="cpu", max_epochs=EPOCHS, seed=seed, default_root_dir=folder, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ModelCheckpoint(every_n_train_steps=SAVE_EVERY), ModelCheckpoint(f"{folder}/end")],
+        callbacks=[ModelCheckpoint(every_n_train_steps=SAVE_EVERY), ModelCheckpoint(f"{folder}/end"), Met(met(folder, rank))],
     )  # fmt: skip
     trainer.fit(Small(), loader, ckpt_path="auto")
 
 
+def met(folder: str | Path, rank: int) -> Path:
+    """The file that tells that a rank has met the others."""
+    return Path(f"{folder}-rank-{rank}.met")
+
+
 def start(folder: Path, seed: int) -> list[Any]:
     """The processes of one attempt; what they say goes into a file."""
+    for rank in range(RANKS):
+        met(folder, rank).unlink(missing_ok=True)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -113,15 +132,17 @@ def through(processes: list[Any]) -> None:
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Those at the end of a run."""
-    newest = newest_intact([folder / "end"])
+    newest = newest_intact([folder / "checkpoints", folder / "end"])
     assert newest is not None
-    return read_checkpoint(newest).model
+    checkpoint = read_checkpoint(newest)
+    assert checkpoint.training["global_step"] == EPOCHS * SAMPLES // (RANKS * BATCH), newest
+    return checkpoint.model
 
 
 def newest_step(folder: Path) -> int:
     """Of the newest checkpoint that verifies; 0: there is none."""
     newest = newest_intact([folder / "checkpoints", folder / "end"])
-    return 0 if newest is None else read_checkpoint(newest).training["global_step"]
+    return 0 if newest is None else int(newest.name.removeprefix("step-"))  # a run that goes on may remove it meanwhile
 
 
 def main() -> int:
@@ -129,7 +150,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=4.0, help="seconds that an attempt may have before its kill")
+    parser.add_argument(
+        "--longest", type=float, default=4.0, help="seconds that ranks that have met may have before a kill"
+    )
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
     root = Path(tempfile.mkdtemp(prefix="kills-"))
@@ -141,7 +164,9 @@ def main() -> int:
             through(start(undisturbed, seed))
             processes = start(folder, seed)
             while kills < arguments.kills:
-                time.sleep(chance.uniform(0.3, arguments.longest))
+                while not all(met(folder, rank).exists() or not processes[rank].is_alive() for rank in range(RANKS)):
+                    time.sleep(0.01)
+                time.sleep(chance.uniform(0.0, arguments.longest))
                 before = newest_step(folder)
                 if not any(process.is_alive() for process in processes):
                     break
@@ -161,7 +186,7 @@ def main() -> int:
             runs += 1
             print(f"run {runs}: {kills} kills so far, weights {'equal bit by bit' if same else 'DIFFER'}", flush=True)
             if not same:
-                return 1
+                raise RuntimeError(f"{folder} is not as {undisturbed}")
             shutil.rmtree(undisturbed)
             shutil.rmtree(folder)
     finally:

@@ -5,8 +5,8 @@
 Two ranks train; rank 1 ends itself with SIGKILL behind a step; torchrun starts both again, and the run goes on from its
 newest checkpoint. Every process notes when it was where:
 
-    detect    until torch's agent says that the rank has failed
-    relaunch  until it has ended the others and the first line of the program runs again
+    detect    until torch's agent begins to end the other rank
+    relaunch  until that has ended and the first line of the program runs again
     import    until torch and the trainer are imported
     load      until the checkpoint is loaded and training begins
     step      until the first step is done
@@ -135,8 +135,8 @@ def measure(implementation: str, width: int) -> dict[str, float] | None:
 
 
 def _detected(log: str, kill: float) -> float:
-    """When the agent wrote that a rank was killed: `E0131 23:59:59.123456 … failed (exitcode: -9) local_rank: 1`."""
-    line = re.search(r"(\d\d):(\d\d):(\d\d\.\d+).*failed \(exitcode: -9\)", log)
+    """When the agent wrote that it ends a rank: `W0131 23:59:59.123456 … Sending process 42 closing signal SIGTERM`."""
+    line = re.search(r"(\d\d):(\d\d):(\d\d\.\d+).*closing signal", log)
     if line is None:
         return kill
     hours, minutes, seconds = line.groups()

@@ -135,6 +135,7 @@ class Chaos(Callback):
         self.to_come = parse_faults(faults)
         self._trainer: Trainer | None = None
         self._fsync: Callable[[Any], None] | None = None
+        self._saved: int | None = None  # the step of the newest checkpoint
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         """Choose the faults of this rank and restart. Writing is seen by its last step, which asks the disk."""
@@ -172,6 +173,7 @@ class Chaos(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
         """A phase."""
+        self._saved = trainer.global_step
         self._come_to("saving")
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
@@ -182,7 +184,10 @@ class Chaos(Callback):
 
     def _come_to(self, phase: str) -> list[Fault]:
         assert self._trainer is not None
-        due = [fault for fault in self.to_come if fault.phase == phase and fault.step <= self._trainer.global_step]
+        step = self._trainer.global_step
+        if phase == "writing" and self._saved is not None:
+            step = self._saved  # of what a thread writes, while training may be further on
+        due = [fault for fault in self.to_come if fault.phase == phase and fault.step <= step]
         for fault in due:
             if not fault.lasts:
                 self.to_come.remove(fault)

@@ -37,20 +37,19 @@ class Broken(Dataset[Any]):
         return numbers(32)[index]
 
 
-def build(folder: str, **options: Any) -> Trainer:
+def build(folder: str, asynchronous: bool = False, **options: Any) -> Trainer:
     strategy = DDPStrategy(timeout=timedelta(seconds=4), startup_timeout=timedelta(seconds=8))
-    keep = ModelCheckpoint(
-        every_n_train_steps=2, save_top_k=-1, asynchronous=False
-    )  # so that the newest is that of the newest step
+    # While training waits for it, the newest is that of the newest step.
+    keep = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, asynchronous=asynchronous)
     return quiet_trainer(**{
         "max_epochs": 2, "precision": 64, "seed": 1, "enable_checkpointing": True, "default_root_dir": folder,
         "strategy": strategy, "callbacks": [keep], "num_sanity_val_steps": 1, "val_check_interval": 3, **options,
     })  # fmt: skip
 
 
-def train(folder: str, workers: int | None = None) -> None:
+def train(folder: str, workers: int | None = None, asynchronous: bool = False) -> None:
     data = loader(32, 2) if workers is None else DataLoader(Broken(), 2, num_workers=workers)
-    build(folder).fit(Regression(), data, loader(8, 2), ckpt_path="auto")
+    build(folder, asynchronous).fit(Regression(), data, loader(8, 2), ckpt_path="auto")
 
 
 def leave_before_fit(folder: str) -> None:
@@ -159,8 +158,11 @@ def test_the_rank_that_failed_is_named_by_all_whatever_it_raised(rank: int, reas
     assert reason in last
 
 
-def test_a_full_disk_ends_all_ranks_with_the_reason_and_leaves_what_was_saved(tmp_path: Path) -> None:
-    for ended in end_ranks(train, 2, "run", faults="full-disk rank=1 step=6"):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_ends_all_ranks_with_the_reason_and_leaves_what_was_saved(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    for ended in end_ranks(train, 2, "run", None, asynchronous, faults="full-disk rank=1 step=6"):
         assert ended.exit_code == 1
         assert "step-00000006 could not be written on rank 1: OSError: [Errno 28]" in ended.told
         assert "Earlier checkpoints are intact" in ended.told
@@ -179,10 +181,27 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_run_that_goes_on(how: str, t
     assert status("run")["status"] == "completed"
 
 
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
-    first, second = end_ranks(train, 2, "run", faults="kill rank=0 step=6 phase=writing")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(asynchronous: bool, tmp_path: Path) -> None:
+    first, second = end_ranks(train, 2, "run", None, asynchronous, faults="kill rank=0 step=6 phase=writing")
     assert (first.exit_code, second.exit_code) == (-9, 1), second.told
     assert str(newest_intact([Path("run/checkpoints")])) == "run/checkpoints/step-00000004"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_while_a_thread_writes_leaves_whole_checkpoints_from_which_the_run_goes_on(
+    rank: int, tmp_path: Path
+) -> None:
+    ranks = end_ranks(train, 2, "run", None, True, faults=f"slow-disk rank=0 seconds=0.2; kill rank={rank} step=5")
+    assert (ranks[rank].exit_code, ranks[1 - rank].exit_code) == (-9, 1), ranks[1 - rank].told
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        newest = newest_intact([Path("run/checkpoints")])
+    assert newest is not None
+    assert newest.name == "step-00000002"  # the next one waited for it, and was not through when the kill came
+    ranks = end_ranks(train, 2, "run", None, True)
+    assert [ended.exit_code for ended in ranks] == [0, 0], ranks[0].told
+    assert sorted(os.listdir("run/checkpoints")) == [f"step-{step:08d}" for step in range(2, 17, 2)]
 
 
 def test_a_rank_that_stands_still_is_named_and_does_not_hold_the_others(tmp_path: Path) -> None:

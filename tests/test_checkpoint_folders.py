@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from run_ranks import errors_of_ranks, run_ranks
 from samestep.callbacks import ModelCheckpoint
 from samestep.trainer import CheckpointError
-from samestep.trainer.checkpoint import folder, newest_intact, read_checkpoint
-from samestep.trainer.checkpoint.staging import claim, claim_new, release
+from samestep.trainer.checkpoint import folder, newest_intact, read_checkpoint, staging
+from samestep.trainer.checkpoint.staging import claim, claim_new, release, sweep
 from tasks import Regression, ScalarWeight, loader, quiet_trainer
 from torch.utils.data import DataLoader
 
@@ -106,11 +107,14 @@ def test_what_a_dead_run_left_is_removed_and_what_a_living_one_writes_is_not(tmp
         foreign = tmp_path / ".mine.partial"
         foreign.mkdir()
         (foreign / "notes.txt").write_text("mine")
+        (tmp_path / ".mine.lock").touch()
+        (tmp_path / ".yours.partial.lock").write_text("yours")
+        (tmp_path / ".c.partial.lock").touch()  # killed before it made the folder
         while not (tmp_path / ".a.partial" / "training.pt").exists():
             pass
         assert not claim(tmp_path / "a")
-        assert claim(tmp_path / "b")
-        release(tmp_path / "b")
+        sweep(tmp_path)
+        assert not (tmp_path / ".c.partial.lock").exists()
         assert (tmp_path / ".a.partial" / "training.pt").exists()
         trainer = quiet_trainer(max_epochs=1)
         trainer.fit(ScalarWeight(), ones())
@@ -120,12 +124,22 @@ def test_what_a_dead_run_left_is_removed_and_what_a_living_one_writes_is_not(tmp
     finally:
         holder.kill()
         holder.communicate()
-    assert claim(tmp_path / "b")
-    release(tmp_path / "b")
-    assert sorted(os.listdir(tmp_path)) == [".mine.partial"]
+    sweep(tmp_path)
+    foreign = [".mine.lock", ".mine.partial", ".yours.partial.lock"]
+    assert sorted(os.listdir(tmp_path)) == foreign
     trainer.save_checkpoint(tmp_path / "a")
     assert not claim_new(tmp_path / "a")
-    assert sorted(os.listdir(tmp_path)) == [".mine.partial", "a"]
+    assert sorted(os.listdir(tmp_path)) == [*foreign, "a"]
+
+
+def test_a_process_that_only_looks_at_a_lock_does_not_take_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = staging._lock(tmp_path / "a")
+    monkeypatch.setattr(time, "sleep", lambda seconds: staging._unlock(tmp_path / "a", looking))
+    assert claim(tmp_path / "a")
+    release(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
 
 
 # --- the newest ------------------------------------------------------------------------------

@@ -71,10 +71,10 @@ def save_over_and_over(folder: str) -> None:
     trainer.fit(ScalarWeight(), ones(100_000))
 
 
-@pytest.mark.timeout(600)  # fifteen processes that train
+@pytest.mark.timeout(600)  # thirty processes that train
 @pytest.mark.parametrize("loop", [train_until_killed, save_over_and_over])
 def test_after_a_kill_at_any_moment_the_newest_checkpoint_loads(loop: Any, tmp_path: Path) -> None:
-    kills, rng, folder = (10 if loop is train_until_killed else 5), random.Random(0), tmp_path / "c"
+    kills, rng, folder = (20 if loop is train_until_killed else 10), random.Random(0), tmp_path / "c"
     newest = 0
     for _ in range(kills):
         process = ranks_of_tests._context.Process(target=loop, args=(str(folder),))
@@ -101,9 +101,7 @@ def test_after_a_kill_at_any_moment_the_newest_checkpoint_loads(loop: Any, tmp_p
     if loop is train_until_killed:
         keep = fit(folder, newest + 2, save_top_k=1, save_last=True, ckpt_path="auto")
         left = {Path(path).name for path in keep.kept} | {"last", f"step-{newest:08d}", "status.json"}
-        # A lock that a killed run held before it wrote anything is taken over by the next save of that name.
-        there = {name for name in os.listdir(folder) if not name.endswith(".lock")}
-        assert there == left, "what dead runs left is removed"
+        assert set(os.listdir(folder)) == left, "what dead runs left is removed"
 
 
 def test_a_checkpoint_that_a_dead_run_was_replacing_is_put_back(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,14 @@ def launch(folder: str, faults: str, restarts: int) -> dict[int, tuple[int, Any]
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=folder, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         start_method="forkserver", max_restarts=restarts, monitor_interval=0.02,
     )  # fmt: skip
-    return elastic_launch(config, train)(folder, faults)
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
+    try:
+        return elastic_launch(config, train)(folder, faults)
+    finally:
+        for number, handler in before.items():  # torch's launcher leaves its own
+            signal.signal(number, handler)
 
 
 @pytest.mark.timeout(600)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from ...strategies import process_groups
 from ...strategies.first_cause import is_consequence
@@ -47,6 +48,36 @@ class _Job:
     error: BaseException | None = None
 
 
+class _Worker:
+    """A thread that does one work at a time. It is kept: to start one takes longer than to copy a small state."""
+
+    def __init__(self) -> None:
+        self.idle = threading.Event()
+        """Set while it has nothing to do."""
+        self.idle.set()
+        self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        self.idle.clear()
+        self._works.put(work)
+
+    def end(self) -> None:
+        """End the thread: now, or as soon as it is through with its work."""
+        self._works.put(None)
+        if self.idle.is_set():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            try:
+                work()
+            finally:
+                del work  # and the state that it wrote
+                self.idle.set()
+
+
 class BackgroundWriter:
     """Runs the writing of one checkpoint at a time in a thread of its own.
 
@@ -65,13 +96,13 @@ class BackgroundWriter:
         """For how many seconds in all."""
         self._told = False
         self._job: _Job | None = None
-        self._thread: threading.Thread | None = None
+        self._worker: _Worker | None = None
         self._number = 0
 
     @property
     def is_writing(self) -> bool:
         """Whether the thread is at work at this moment, on this rank."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._worker is not None and not self._worker.idle.is_set()
 
     def start(self, path: Path, write: Callable[[], None], following: Following, control: ControlWord) -> None:
         """Let the thread write the checkpoint `path`, while nothing else is in flight."""
@@ -85,7 +116,7 @@ class BackgroundWriter:
                 job.error = error
             control.written = job.number
 
-        self._run(work, f"checkpoint {path.name}")
+        self._run(work)
 
     def make_way(self) -> None:
         """Wait until nothing is in flight, for the next checkpoint; count that, and say it the first time it is felt.
@@ -93,9 +124,7 @@ class BackgroundWriter:
         Raises:
             CheckpointError: the one before could not be written.
         """
-        if self._thread is None:
-            return
-        began, waits = time.monotonic(), self._thread.is_alive()
+        began, waits = time.monotonic(), self.is_writing
         self.settle()
         if not waits:
             return
@@ -124,7 +153,7 @@ class BackgroundWriter:
             if job.error is not None:
                 raise job.error
             job.following.settled()
-            self._run(lambda: self._retire(job), f"what checkpoint {job.path.name} replaces")
+            self._run(lambda: self._retire(job))
         if number is None:
             self._join("still removing what the newest checkpoint replaces")
 
@@ -140,19 +169,21 @@ class BackgroundWriter:
             else:
                 self.settle()
         finally:
-            self._job = self._thread = None
+            if self._worker is not None:
+                self._worker.end()
+            self._job = self._worker = None
             self.memory.clear()
             if self._told and self.waits > 1:
                 self._say(f"{self.waits} checkpoints waited for the one before them, {self.waited:.1f} s in all")
             self.waits, self.waited, self._told = 0, 0.0, False
 
     def _give_up(self) -> None:
-        job, thread = self._job, self._thread
-        if thread is not None:
-            thread.join(_GRACE)
-        if job is None or thread is None:
+        job, worker = self._job, self._worker
+        if worker is not None:
+            worker.idle.wait(_GRACE)
+        if job is None or worker is None:
             return
-        if thread.is_alive():
+        if not worker.idle.is_set():
             process_groups.abandon()  # it may wait for a peer that never comes
             self._say(f"the checkpoint {job.path} is not complete yet: what is there of it is removed by the next run")
         elif job.error is not None:
@@ -164,17 +195,15 @@ class BackgroundWriter:
     def _retire(self, job: _Job) -> None:
         try:
             job.following.retire()
-        except OSError as error:  # the run goes on: there is a checkpoint too many, not one too few
+        except Exception as error:  # the run goes on: there is a checkpoint too many, not one too few
             self._say(f"what the checkpoint {job.path} replaces could not be removed: {error}")
 
-    def _run(self, work: Callable[[], None], name: str) -> None:
-        self._thread = threading.Thread(target=work, name=name, daemon=True)
-        self._thread.start()
+    def _run(self, work: Callable[[], None]) -> None:
+        if self._worker is None:
+            self._worker = _Worker()
+        self._worker.do(work)
 
     def _join(self, doing: str) -> None:
         began = time.monotonic()
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_PATIENCE)
-            if self._thread.is_alive():
-                self._say(f"{doing}: training has waited {time.monotonic() - began:.0f} s for it")
-        self._thread = None
+        while self._worker is not None and not self._worker.idle.wait(_PATIENCE):
+            self._say(f"{doing}: training has waited {time.monotonic() - began:.0f} s for it")

@@ -2,11 +2,11 @@
 
 Two runs may write into one folder at the same time, and a run may die while it writes. A locked file tells the one
 from the other, since the system lets go of a dead process's locks: a folder whose lock is held is left alone, one
-whose lock is free was left by a dead run and is removed.
+whose lock is free was left by a dead run and is removed, as is a lock that nobody holds.
 
-.step-00000500.partial   the folder
-.step-00000500.lock      its lock
-.step-00000500.old       a checkpoint of the same name, for the moment in which the new one takes its place
+.step-00000500.partial        the folder
+.step-00000500.partial.lock   its lock, an empty file
+.step-00000500.old            a checkpoint of the same name, for the moment in which the new one takes its place
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 # Descriptors of the locks that this process holds, by the checkpoint's path; None where the file system has no locks.
@@ -21,6 +22,9 @@ _held: dict[Path, int | None] = {}
 
 PART = re.compile(r"model\.safetensors|training\.pt|rank-\d+\.pt|manifest\.json")
 """The names of a checkpoint's files."""
+
+# How often, and how many seconds apart, a lock is asked for: another process may hold it only to see if its owner is dead.
+_TRIES, _APART = 20, 0.005
 
 
 def staging_of(path: Path) -> Path:
@@ -66,7 +70,7 @@ def _holds_only_parts(folder: Path) -> bool:
 
 
 def claim(path: Path) -> bool:
-    """Take a checkpoint's staging folder for this process, until `release`; remove what dead runs left beside it.
+    """Take a checkpoint's staging folder for this process, until `release`.
 
     Returns:
         False: another process is writing this very checkpoint.
@@ -75,17 +79,20 @@ def claim(path: Path) -> bool:
     if path in _held:
         return True
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        put_back(path)
+        os.makedirs(path.parent, exist_ok=True)
         lock = _lock(path)
+        for _ in range(_TRIES):
+            if lock is not None:
+                break
+            time.sleep(_APART)
+            lock = _lock(path)
     except OSError:  # no locks there, or no permission, which whoever writes will be told
         _held[path] = None
         return True
     if lock is None:
         return False
     _held[path] = lock
-    for folder in path.parent.glob(".*.partial"):
-        _remove_if_left(folder)
-    put_back_all(path.parent)
     return True
 
 
@@ -108,17 +115,34 @@ def release(path: Path) -> None:
     _unlock(path, _held.pop(path))
 
 
-def _remove_if_left(folder: Path) -> None:
-    """Remove a staging folder that no living process holds, if it holds nothing but parts of a checkpoint."""
-    path = folder.with_name(folder.name[1:].removesuffix(".partial")).absolute()
+def sweep(folder: Path) -> None:
+    """Remove what dead runs left in a folder of checkpoints, and put back what they were about to replace."""
+    folder = folder.absolute()
+    for path in _begun_in(folder):
+        _remove_if_left(path)
+    put_back_all(folder)
+
+
+def _begun_in(folder: Path) -> set[Path]:
+    """The checkpoints of a folder of which there is a staging folder or a lock."""
+    entries = (*folder.glob(".*.partial"), *folder.glob(".*.partial.lock"))
+    names = (entry.name[1:].removesuffix(".lock").removesuffix(".partial") for entry in entries)
+    return {folder / name for name in names}
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove staging folder and lock if no living process holds them, and they hold nothing that is not ours."""
+    staging, lock_file = staging_of(path), _lock_file(path)
     try:
-        if path in _held or not _holds_only_parts(folder):
+        if path in _held or (staging.exists() and not _holds_only_parts(staging)):
+            return
+        if lock_file.exists() and lock_file.stat().st_size > 0:
             return
         lock = _lock(path)
     except OSError:  # no folder, or just gone
         return
     if lock is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         _unlock(path, lock)
 
 
@@ -155,4 +179,4 @@ def _unlock(path: Path, lock: int | None) -> None:
 
 
 def _lock_file(path: Path) -> Path:
-    return path.parent / f".{path.name}.lock"
+    return path.parent / f".{path.name}.partial.lock"

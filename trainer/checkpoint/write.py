@@ -29,7 +29,7 @@ from .folder import (
     synced,
 )
 from .migrations import FORMAT
-from .staging import claim, old_of, staging_of
+from .staging import claim, old_of, staging_of, sweep
 from .weights import are_finite, save_tensors
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ def write_checkpoint(
             raise FileExistsError("another run is writing a checkpoint of that name")
         if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
             raise FileExistsError("there is something else of that name, which is not replaced")
+        sweep(path.parent)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
