@@ -98,6 +98,11 @@ class Strategy:
         return self.environment.world_size
 
     @property
+    def started_again(self) -> bool:
+        """Whether the job is known to have been started again, after a failure or with other hosts."""
+        return self.environment.restart > 0
+
+    @property
     def finds_unused_parameters(self) -> bool:
         """Whether a parameter may go without a gradient in a step."""
         return False

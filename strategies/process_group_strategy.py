@@ -87,6 +87,11 @@ class ProcessGroupStrategy(Strategy):
             self.allowed = before
             _set_timeout(self.allowed, self.groups.control)
 
+    @property
+    def started_again(self) -> bool:
+        """Also where another host's agent has counted the restart, or none has."""
+        return super().started_again or process_groups.started_again()
+
     # --- collectives -----------------------------------------------------------------------
 
     @property

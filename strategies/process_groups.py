@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .environment import Environment
 from .first_cause import End, FirstCause, has_timed_out
-from .meeting import depart, departures_of, meet, store_of_job
+from .meeting import depart, departures_before_meeting, departures_of, meet, store_of_job
 
 # Counts the groups this process has joined, so that a second fit after a teardown does not read
 # the addresses the first one left in the same store.
@@ -104,6 +104,7 @@ _groups: ProcessGroups | None = None
 _departures: dist.Store | None = None
 _opened = False
 _abandoned = False
+_started_again = False
 
 
 def join(environment: Environment, device: torch.device, timeout: timedelta) -> ProcessGroups:
@@ -115,7 +116,7 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
         RuntimeError: MASTER_ADDR or MASTER_PORT is missing, or peers don't come in `timeout`; the message names those
             missing. Once all are there, gloo waits up to five times as long for a connection.
     """
-    global _groups, _departures, _opened, _abandoned
+    global _groups, _departures, _opened, _abandoned, _started_again
     _abandoned = False
     if _groups is not None and dist.is_initialized():
         _groups.begin_run()
@@ -135,8 +136,9 @@ def join(environment: Environment, device: torch.device, timeout: timedelta) -> 
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DistributedDataParallel on gloo: use INFO instead."
             )
         job = store_of_job(environment, timeout)
-        meeting, _departures = dist.PrefixStore(f"group_{next(_joined)}", job), departures_of(job)
-        meet(meeting, _departures, environment, timeout)
+        meeting, number = meet(job, _departures or departures_before_meeting(job, environment), environment, timeout)
+        _started_again = _started_again or (_departures is None and number > 1)
+        _departures = departures_of(meeting)
         dist.init_process_group(
             backend,
             store=meeting,
@@ -174,6 +176,11 @@ def leave() -> None:
     _opened = False
     if not _abandoned:
         groups.let_go()
+
+
+def started_again() -> bool:
+    """Whether torchrun had ranks before that met in the same store: also where this host's agent has counted no restart."""
+    return _started_again
 
 
 def tell_end(end: End) -> End:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_ranks import RankError, run_ranks
+from samestep.callbacks import Callback
 from samestep.strategies import DDPStrategy
 from samestep.trainer.hangs import watch
 from samestep.trainer.hangs.judgement import Beat, judge
@@ -55,8 +57,10 @@ def sleeps(told: Told) -> None:
 
 
 def lingers(told: Told) -> None:
-    told.wait()
-    time.sleep(LIMIT)  # the other ranks look, too
+    """Until each rank has left what it knows, the late one where it is late."""
+    deadline = time.monotonic() + 60
+    while len(list(told.folder.glob("run/hangs/*/flight-recorder-*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def loops(told: Told) -> None:
@@ -216,7 +220,9 @@ def test_each_rank_leaves_its_stacks_and_its_flight_recorder(folder: Path, repor
     [dumps] = (folder / "sleep" / "run" / "hangs").iterdir()
     assert re.fullmatch(r"step-0000000[34]", dumps.name)
     for rank in range(3):
-        assert "most recent call first" in (dumps / f"stacks-{rank}.txt").read_text()  # when it ended, rank 1 may go on
+        stack = (dumps / f"stacks-{rank}.txt").read_text()
+        assert "most recent call first" in stack
+        assert ("in training_step" in stack) == ("in lingers" in stack) == (rank == 1)
         [group] = pickle.loads((dumps / f"flight-recorder-{rank}").read_bytes())["pg_status"].keys() & {"0"}
         assert group == "0"
     assert not (folder / "lock" / "run").exists()  # nothing is written where the run writes nothing
@@ -234,8 +240,9 @@ def test_where_the_store_does_not_answer_each_rank_speaks_for_itself(tmp_path: P
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     run_ranks(without_agent, 3, str(tmp_path), port, timeout=120, join_group=False)
-    text = printed(tmp_path)  # a watcher that was stopped a moment later may have told where its rank is
-    assert re.search(
+    text = printed(tmp_path)
+    assert (tmp_path / "stderr-0").read_text() in ("", "samestep: the run goes on, at step 4.\n")
+    assert re.match(
         r"samestep: no progress for \d+ s at step 3: rank [12] is in the backward's all-reduce, and the store through "
         "which the ranks tell where they are does not answer: the process that keeps it is stopped, or its host is gone",
         text,
@@ -313,6 +320,91 @@ def test_ranks_at_different_collectives_are_named_and_ended_at_once_if_that_is_w
         text,
     ), text
     assert "hang_action='exit': the run ends now." in text
+
+
+class Sleeps(Callback):
+    """Rank 1 does, for longer than any test takes, in the place of the case; or comes to a collective alone."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+
+    def sleep_in(self, place: str) -> None:
+        if place == self.case and int(os.environ["RANK"]) == 1:
+            time.sleep(600)
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STALLED:
+            self.sleep_in("callback")
+            if self.case == "save" and trainer.global_rank == 1:
+                trainer.save_checkpoint(f"{trainer.default_root_dir}/alone")
+            if self.case == "collectives":
+                dist.barrier() if trainer.global_rank == 1 else dist.all_reduce(torch.ones(1), group=self.group)
+
+    def on_fit_start(self, trainer: Any, task: Any) -> None:
+        self.group = dist.new_group(backend="gloo")
+
+    def on_sanity_check_start(self, trainer: Any, task: Any) -> None:
+        self.sleep_in("on_sanity_check_start")
+
+
+class SleepingTask(ScalarWeight):
+    def __init__(self, sleeps: Sleeps) -> None:
+        super().__init__(lr=0.01)
+        self.sleeps = sleeps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == STALLED:
+            self.sleeps.sleep_in("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.sleeps.sleep_in("sanity check" if self.trainer.sanity_checking else f"validation_step {batch_idx}")
+
+
+def sleep(folder: str, port: int, case: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with (Path(folder) / f"stderr-{os.environ['RANK']}").open("w", buffering=1) as sys.stderr:
+        sleeps = Sleeps(case)
+        trainer = quiet_trainer(
+            max_epochs=1, hang_timeout=LIMIT, hang_action="report" if case in CERTAIN else "exit", default_root_dir=folder,
+            callbacks=[sleeps], enable_checkpointing=True, val_check_interval=2,
+        )  # fmt: skip
+        data = StallingData(0, partial(sleeps.sleep_in, "dataset"))  # an index that rank 1 of 2 gets
+        trainer.fit(SleepingTask(sleeps), DataLoader(data, 1), DataLoader(torch.ones(8), 1))
+
+
+CERTAIN = ("save", "collectives")
+SLEEPS = {
+    "sanity check": "it is in validation_step",
+    "on_sanity_check_start": "it is in on_sanity_check_start",
+    "validation_step 0": "it is in validation_step",
+    "validation_step 1": "it is in validation_step",
+    "training_step": "it is in training_step",
+    "callback": "it is in on_train_batch_end",
+    "dataset": "it is in the data loader",
+    "save": "the ranks wait for each other at different places: rank 0 in .*, rank 1 in ",
+    "collectives": r"rank 0 in torch.distributed.all_reduce \(.*\), rank 1 in torch.distributed.barrier \(",
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in ("sanity check", "save") else pytest.mark.slow) for case in SLEEPS]
+)
+def test_a_run_that_can_not_go_on_ends_as_hung_long_before_the_timeout(case: str, tmp_path: Path) -> None:
+    """With hang_action="exit"; and without, where no rank can come any more."""
+    with pytest.raises(RankError) as error:
+        with_store(sleep, 2, tmp_path, case)
+    # The one that sleeps can only be ended; the other one may hear of it first.
+    ends = re.findall(
+        r"(?m)^rank \d: died with exit code 1$|PeerError: rank \d ended the run: no progress", str(error.value)
+    )
+    assert len(ends) == 2, str(error.value)
+    text = printed(tmp_path)
+    assert len(re.findall("(?m)^samestep: no progress for", text)) == 1, text
+    assert re.search(SLEEPS[case], text), text
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["status"], status["exit_code"]) == ("hung", 1)
+    assert f"samestep: {status['reason']}\n" in text
 
 
 def test_a_frame_without_a_line_is_placed_at_its_function() -> None:

@@ -72,12 +72,20 @@ def test_one_node_starts_ranks_again_that_die() -> None:
 
 
 @pytest.mark.slow
-def test_many_nodes_meet_at_the_head() -> None:
+def test_many_nodes_meet_at_the_head_and_again_when_a_rank_has_died() -> None:
+    """Only one of the agents counts the restart. The run finds its folder all the same."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    where = environment(HEAD="localhost", NODES="2", PORT=str(port), PROCESSES="1", JOB="two-nodes")
-    command = [LAUNCH / "many_nodes.sh", "program.py", "trainer.default_root_dir=run"]
+    where = environment(
+        HEAD="localhost",
+        NODES="2",
+        PORT=str(port),
+        PROCESSES="1",
+        JOB="two-nodes",
+        SAMESTEP_CHAOS="kill rank=1 step=9 restart=0",
+    )
+    command = [LAUNCH / "many_nodes.sh", "program.py", "ckpt_path=auto", "samples=40"]
     nodes = [
         subprocess.Popen(command, env=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -88,7 +96,9 @@ def test_many_nodes_meet_at_the_head() -> None:
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], said
-    assert sum("ranks 2 steps 4" in out for out, _ in said) == 1, said  # on the node that has rank 0
+    assert sum("resuming from runs/" in out and "ranks 2 steps 20" in out for out, _ in said) == 1, (
+        said
+    )  # on the node that has rank 0
 
 
 def test_scripts_without_a_program_say_how_to_use_them() -> None:

@@ -14,17 +14,17 @@ _MARK = ".torchrun"
 _runs = count()
 
 
-def make_run_folder(name: str, restart: int) -> Path:
+def make_run_folder(name: str, *, again: bool) -> Path:
     """The folder `runs/<name>-<UTC time>`, made now; after a restart the one that this job made before. For rank 0.
 
     Args:
         name: of the task.
-        restart: how often torchrun has restarted the job.
+        again: the job has been started again.
     """
     mark = _job()
     if mark is not None:
         mark = f"{mark} {next(_runs)}"  # a program may build several Trainers: the first finds the first's folder
-        former = _marked(mark) if restart else None
+        former = _marked(mark) if again else None
         if former is not None:
             return former
     folder = _new_folder(name_of_run(name))

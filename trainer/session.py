@@ -115,8 +115,8 @@ def _agree(trainer: Trainer, stage: str) -> None:
     folder_is_known = trainer.has_run_folder
     if trainer.is_global_zero:
         if not folder_is_known:
-            name, restart = type(trainer.task).__name__, trainer.strategy.environment.restart
-            trainer.run_folder = make_run_folder(name, restart) if trainer.writes else name_of_run(name)
+            name, again = type(trainer.task).__name__, trainer.strategy.started_again
+            trainer.run_folder = make_run_folder(name, again=again) if trainer.writes else name_of_run(name)
         if stage == "fit":
             write_status(trainer, "running")  # before the others go on: one that fails writes over it
     compare(trainer.strategy, options_of(trainer.config, trainer.strategy), "options")

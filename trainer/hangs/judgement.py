@@ -45,6 +45,8 @@ class Hang:
     """All of it in one sentence."""
     details: tuple[str, ...]
     """Stacks of those that have not come, and how many collectives each rank has begun."""
+    certain: bool
+    """No rank can come any more: all wait, at different places. Slow ones would not be in collectives."""
     rank: int
     """One that has not come; of ranks that wait for each other, the one that most others are not with."""
 
@@ -77,7 +79,8 @@ def judge(beats: Sequence[Beat], silence: float) -> Hang | None:
         if not all(beat.age >= beat.patience for beat in waiting):
             return None
         each = ", ".join(f"{_ranks(group)} in {group[0].waits}{_at(group[0])}" for group in places)
-        return _hang(oldest, waiting, f"the ranks wait for each other at different places: {each}", places[-1], beats)
+        what = f"the ranks wait for each other at different places: {each}"
+        return _hang(oldest, waiting, what, places[-1], beats, certain=True)
     if not all(beat.age >= beat.long for beat in beats):
         return None
     if places:
@@ -87,7 +90,15 @@ def judge(beats: Sequence[Beat], silence: float) -> Hang | None:
     return _hang(min(beat.age for beat in beats), beats, f"no rank waits for another: {each}", beats[:1], beats)
 
 
-def _hang(seconds: float, at: Sequence[Beat], what: str, absent: Sequence[Beat], beats: Sequence[Beat]) -> Hang:
+def _hang(
+    seconds: float,
+    at: Sequence[Beat],
+    what: str,
+    absent: Sequence[Beat],
+    beats: Sequence[Beat],
+    *,
+    certain: bool = False,
+) -> Hang:
     details: list[str] = []
     for beat in {beat.stack: beat for beat in reversed(absent) if beat.stack}.values():
         details += [f"rank {beat.rank}, the innermost call last:", *(f"  {line}" for line in beat.stack)]
@@ -97,8 +108,9 @@ def _hang(seconds: float, at: Sequence[Beat], what: str, absent: Sequence[Beat],
         details.append(f"collectives begun in the training group (flight recorder): {', '.join(counts)}")
     step = max(beat.step for beat in at)
     return Hang(
-        step, f"no progress for {seconds:.0f} s at step {step}: {what}", tuple(details), (absent or beats)[0].rank
-    )
+        step=step, headline=f"no progress for {seconds:.0f} s at step {step}: {what}", details=tuple(details),
+        certain=certain, rank=(absent or beats)[0].rank,
+    )  # fmt: skip
 
 
 def _by_collective(waiting: Iterable[Beat]) -> list[list[Beat]]:

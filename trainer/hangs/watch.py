@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
+from ...strategies import process_groups
 from ...strategies.error_file import record_error
-from ...strategies.first_cause import text_of
+from ...strategies.first_cause import End, text_of
 from ...strategies.process_group_strategy import ProcessGroupStrategy
 from ..signals import exit_at_once
 from ..status import write_status
 from .flight_recorder import collectives, write_dump
 from .judgement import Beat, Hang, judge
-from .whereabouts import stack_lines, whereabouts
+from .whereabouts import LOADER, Whereabouts, stack_lines, whereabouts
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -67,6 +68,7 @@ class HangWatch:
         self._reader: threading.Thread | None = None
         self._progress: Any = None
         self._moved = self._sampled = self._answered = time.monotonic()
+        self._worked = self._looked = self._moved
         self._processor_time = 0.0
         self._phase = ""
         self._longest: dict[str, float] = {}  # pauses that ended by themselves, by what the rank did
@@ -121,7 +123,12 @@ class HangWatch:
         if frame is None:
             return
         now = time.monotonic()
-        here = whereabouts(frame, idle=self._is_idle(now))
+        if now - self._looked > self._silence:
+            self._moved = self._worked = now  # the whole process was stopped: it has not had its time yet
+        self._looked, idle = now, self._is_idle(now)
+        if not idle:
+            self._worked = now
+        here = whereabouts(frame, idle=idle)
         counters = self._counters()
         if self.hang is not None and counters != self._found_at:
             self._over()
@@ -132,7 +139,7 @@ class HangWatch:
             self._progress, self._moved = progress, now
             self._phase = "" if here.waits else here.phase
         age, long = now - self._moved, max(self._limit, self._strategy.allowed.total_seconds() / 2)
-        if self._starting or (here.takes_long and not here.waits):
+        if (self._starting and not self._sleeps_in_sanity_check(here, now)) or (here.takes_long and not here.waits):
             patience = long
         else:  # what took long before may take long again
             usual = 0.0 if here.waits else 2 * self._longest.get(here.phase, 0.0)
@@ -152,10 +159,15 @@ class HangWatch:
         """Numbers of which one grows whenever the run moves."""
         trainer, progress, log = self._trainer, self._trainer.progress, self._trainer.active_log
         batches = 0 if log is None else sum(tuple(log.batches.values()))
-        if batches and (trainer.training or not trainer.fitting):  # a sanity check is part of the start
-            self._starting = False
+        if (batches or (trainer.fitting and trainer.validating)) and not trainer.sanity_checking:
+            self._starting = False  # also where all of the first epoch lay between two looks
         collectives = sum(tuple(self._strategy.collectives.values()))
         return (progress.epoch, progress.batches_seen, progress.batch_idx, progress.global_step, batches, collectives)
+
+    def _sleeps_in_sanity_check(self, here: Whereabouts, now: float) -> bool:
+        """Whether the rank does nothing in the sanity check. That is part of the start, but what takes long there works."""
+        asleep = bool(here.waits) or now - self._worked >= self._limit
+        return self._trainer.sanity_checking and asleep and here.phase != LOADER
 
     def _is_idle(self, now: float) -> bool:
         """Whether the main thread took no processor time since the last sample. True where that can't be told."""
@@ -184,7 +196,7 @@ class HangWatch:
             self._found(Hang(
                 self._beat.step, f"no progress for {self._beat.age:.0f} s at step {self._beat.step}: rank {self._rank} is in {where}, and the "
                 "store through which the ranks tell where they are does not answer: the process that keeps it is stopped, or "
-                "its host is gone (rank 0's, or torchrun's on the first host)", (), 0,
+                "its host is gone (rank 0's, or torchrun's on the first host)", (), certain=False, rank=0,
             ), tells=True)  # fmt: skip
 
     def _read(self) -> None:
@@ -199,10 +211,14 @@ class HangWatch:
                     self._found(Hang(**found["hang"]), tells=False)
                 elif self.hang is None and self._beat.age > self._limit / 2 + turn:
                     hang = judge(self._listen(heard), self._silence)
-                    if hang is not None and self._beat.age >= self._limit + turn:
+                    if time.monotonic() - self._answered > self._silence:
+                        heard.clear()  # it was this process that was stopped, or the store: nobody else was silent
+                    elif hang is not None and self._beat.age >= self._limit + turn:
                         mine = self._finding(hang)
                         if self._reading.compare_set(_FOUND, known, mine).decode() == mine:
                             self._found(hang, tells=True)
+                elif self.hang is not None and self.hang.certain and self._beat.age >= 2 * self._limit:
+                    self._end(self.hang)
                 self._answered = time.monotonic()
                 self._ended.wait(self._period)
         except dist.DistError:
@@ -230,14 +246,20 @@ class HangWatch:
             return
         self.hang, self._found_at, self._told = hang, self._counters(), tells
         if tells:
-            _say(f"{hang.text()}\n  {self._what_now()}")
+            _say(f"{hang.text()}\n  {self._what_now(hang)}")
         if self._trainer.writes:
             write_dump(Path(self._trainer.run_folder) / "hangs" / f"step-{hang.step:08d}", self._rank)
         if self._exits:
-            if tells:
-                write_status(self._trainer, "hung", rank=hang.rank, reason=hang.headline, exit_code=1)
-            record_error(HangError(hang.headline))
-            exit_at_once(1)
+            self._end(hang)
+
+    def _end(self, hang: Hang) -> None:
+        """End this process. The peers, which lose it now, find there why."""
+        if not self._store_missed:
+            process_groups.tell_end(End(hang.rank, "hung", hang.headline))
+        if self._told:
+            write_status(self._trainer, "hung", rank=hang.rank, reason=hang.headline, exit_code=1)
+        record_error(HangError(hang.headline))
+        exit_at_once(1)
 
     def _finding(self, hang: Hang | None) -> str:
         """What is wrong now, or that nothing is any more, as it stands in the store; never the same text twice."""
@@ -250,9 +272,11 @@ class HangWatch:
             self._store.set(_FOUND, self._finding(None))
             _say(f"samestep: the run goes on, at step {self._trainer.global_step}.")
 
-    def _what_now(self) -> str:
+    def _what_now(self, hang: Hang) -> str:
         if self._exits:
             return "hang_action='exit': the run ends now."
+        if hang.certain:
+            return f"No rank can come any more: the run ends in {self._limit:.0f} s."
         minutes = f"{self._strategy.allowed.total_seconds():.0f} s"
         return (
             f"The run waits on, and ends when a collective has taken {minutes} (the strategy's timeout). "
@@ -271,4 +295,7 @@ def _get(store: dist.Store, key: str) -> str:
 
 def _say(text: str) -> None:
     bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may hold the line
-    print(f"{bar}{text}", file=sys.stderr, flush=True)
+    sys.stderr.write(
+        f"{bar}{text}\n"
+    )  # at once: print would write the end of the line by itself, behind another thread's
+    sys.stderr.flush()
