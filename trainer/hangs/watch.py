@@ -35,6 +35,7 @@ _FOUND = "found"
 _LATEST_TURN = 10
 # A thread that takes less than this share of the time waits.
 _IDLE = 0.02
+_TELLS_PROCESSOR_TIME = hasattr(time, "pthread_getcpuclockid")  # of another thread; macOS does not
 
 
 class HangError(RuntimeError):
@@ -126,7 +127,7 @@ class HangWatch:
         if now - self._looked > self._silence:
             self._moved = self._worked = now  # the whole process was stopped: it has not had its time yet
         self._looked, idle = now, self._is_idle(now)
-        if not idle:
+        if not idle or not _TELLS_PROCESSOR_TIME:
             self._worked = now
         here = whereabouts(frame, idle=idle)
         counters = self._counters()
@@ -171,7 +172,7 @@ class HangWatch:
 
     def _is_idle(self, now: float) -> bool:
         """Whether the main thread took no processor time since the last sample. True where that can't be told."""
-        if not hasattr(time, "pthread_getcpuclockid"):
+        if not _TELLS_PROCESSOR_TIME:
             return True
         used = time.clock_gettime(time.pthread_getcpuclockid(self._main))
         before, self._processor_time = self._processor_time, used
