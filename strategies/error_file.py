@@ -67,7 +67,7 @@ def record_uncaught_errors() -> None:
             print(f"samestep: {error}", file=sys.stderr)
         else:
             previous(kind, error, trace)
-        if is_consequence(error):
+        if is_consequence(error) and not (isinstance(error, PeerError) and error.is_known):
             time.sleep(_HEAD_START)
 
     sys.excepthook = hook

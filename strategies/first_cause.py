@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
@@ -22,11 +23,16 @@ _CONSEQUENCE = re.compile(
 _TIMED_OUT = re.compile(r"Timed out waiting \d+ ?ms|Application timeout caused pair closure")
 # Seconds that a rank that has lost its peers waits for word of why. They fail within milliseconds of each other.
 _PATIENCE = 1.0
+# The same for one that its launcher ends: that has seen a rank end, which had told by then what it had to tell.
+_PATIENCE_IN_HASTE = 0.1
 _FIRST, _LEFT = "first", "left"
 
 
 class PeerError(RuntimeError):
     """Another rank ended the run; this one only noticed. The message names that rank and what it told."""
+
+    is_known = False
+    """Whether the launcher knows that a rank has ended, and ends this one."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +95,20 @@ class FirstCause:
         except dist.DistError:
             return end  # whoever keeps the store has ended
 
-    def of_peers(self, *, timed_out: bool) -> End | None:
+    def of_peers(self, *, timed_out: bool, in_haste: Callable[[], bool]) -> End | None:
         """Why this rank's collectives fail: what was told first, or which ranks are silent; None: nobody knows.
 
-        `timed_out`: the connection is there, a rank did not come.
+        Args:
+            timed_out: the connection is there, a rank did not come.
+            in_haste: whether this rank is being ended by its launcher.
         """
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         try:
             self._store.set(_lost(self._rank), "")
-            deadline = time.monotonic() + _PATIENCE
+            begun = time.monotonic()
             while not self._store.check([_FIRST]):
-                if time.monotonic() > deadline or self._store.check([_lost(rank) for rank in others]):
+                patience = _PATIENCE_IN_HASTE if in_haste() else _PATIENCE
+                if time.monotonic() - begun > patience or self._store.check([_lost(rank) for rank in others]):
                     break
                 time.sleep(0.02)
             if self._store.check([_FIRST]):

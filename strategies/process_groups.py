@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -188,9 +189,14 @@ def tell_end(end: End) -> End:
     return end if _groups is None else _groups.cause.tell(end)
 
 
-def end_of_peers(error: BaseException) -> End | None:
-    """What lies behind an error that only says that another rank has ended or did not come; None: nobody knows."""
-    return None if _groups is None else _groups.cause.of_peers(timed_out=has_timed_out(error))
+def end_of_peers(error: BaseException, *, in_haste: Callable[[], bool]) -> End | None:
+    """What lies behind an error that only says that another rank has ended or did not come; None: nobody knows.
+
+    `in_haste`: asked while this rank waits for word, whether its launcher ends it.
+    """
+    if _groups is None:
+        return None
+    return _groups.cause.of_peers(timed_out=has_timed_out(error), in_haste=in_haste)
 
 
 def depart_at_exit() -> None:

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from run_ranks import errors_of_ranks, run_ranks
 from samestep.callbacks import Callback
-from samestep.strategies import error_file
+from samestep.strategies import error_file, first_cause
 from samestep.trainer import DataModule
+from samestep.trainer.signals import SignalHandlers
 from tasks import Regression, ScalarWeight, loader, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -128,6 +130,27 @@ def test_an_error_that_a_peer_has_ended_is_dated_behind_its_cause(
         error_file.record_error(error)
         dates.append(json.loads((tmp_path / f"error-{number}.json").read_text())["message"]["extraInfo"]["timestamp"])
     assert dates == ["100", "160", "160"]
+
+
+def test_a_rank_that_its_launcher_ends_waits_for_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The launcher has seen another rank end: what that had to tell is told, and nobody needs a head start any more."""
+    monkeypatch.setattr(first_cause, "_PATIENCE", 1e6)
+    monkeypatch.setattr(error_file, "_HEAD_START", 1e6)
+    store = torch.distributed.HashStore()
+    cause = first_cause.FirstCause(store, store, rank=0, world_size=2)
+    control: Any = SimpleNamespace(raise_signal=lambda number: None)
+    with pytest.raises(first_cause.PeerError) as caught, SignalHandlers(enabled=True, rank=0) as handlers:
+        handlers.control = control
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = cause.of_peers(timed_out=False, in_haste=lambda: handlers.is_being_ended)
+        assert end is not None
+        assert end.rank == 1
+        raise first_cause.PeerError(end.reason)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    error_file.record_uncaught_errors()
+    sys.excepthook(type(caught.value), caught.value, None)
+    assert "no word from rank 1" in (tmp_path / "error.json").read_text()
 
 
 def test_an_error_that_a_worker_has_ended_does_not_replace_what_the_worker_wrote(

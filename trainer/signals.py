@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from ..strategies.first_cause import PeerError
 from .control import ControlWord
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
@@ -96,6 +97,13 @@ class SignalHandlers:
             signal.signal(number, previous)
         if error is None and self._received:  # it came when training was over already
             raise self._raised()
+        if isinstance(error, PeerError) and self.is_being_ended:
+            error.is_known = True
+
+    @property
+    def is_being_ended(self) -> bool:
+        """Whether SIGTERM has come: from a scheduler, or from a launcher that has seen another rank end."""
+        return self._received == signal.SIGTERM
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]

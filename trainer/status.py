@@ -86,7 +86,8 @@ def end_with(trainer: Trainer, error: BaseException) -> BaseException:
         watch = trainer.hang_watch
         if has_timed_out(error) and watch is not None and watch.hang is not None:  # it knows who did not come, and why
             process_groups.tell_end(End(watch.hang.rank, "hung", watch.hang.headline))
-        first = process_groups.end_of_peers(error) or process_groups.tell_end(mine)
+        told = process_groups.end_of_peers(error, in_haste=lambda: trainer.signals.is_being_ended)
+        first = told or process_groups.tell_end(mine)
     else:
         first = process_groups.tell_end(mine)
     if first is None:
