@@ -139,13 +139,17 @@ def test_a_rank_that_its_launcher_ends_waits_for_nobody(monkeypatch: pytest.Monk
     store = torch.distributed.HashStore()
     cause = first_cause.FirstCause(store, store, rank=0, world_size=2)
     control: Any = SimpleNamespace(raise_signal=lambda number: None)
-    with pytest.raises(first_cause.PeerError) as caught, SignalHandlers(enabled=True, rank=0) as handlers:
+
+    def ended(handlers: SignalHandlers) -> None:
         handlers.control = control
         os.kill(os.getpid(), signal.SIGTERM)
         end = cause.of_peers(timed_out=False, in_haste=lambda: handlers.is_being_ended)
         assert end is not None
         assert end.rank == 1
         raise first_cause.PeerError(end.reason)
+
+    with pytest.raises(first_cause.PeerError) as caught, SignalHandlers(enabled=True, rank=0) as handlers:
+        ended(handlers)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     error_file.record_uncaught_errors()
