@@ -91,6 +91,8 @@ class HangWatch:
         for thread in (self._thread, self._reader):
             if thread is not None:
                 thread.join(timeout=2 * self._period + 1)
+        if self.hang is not None and self._trainer.progress.batches_seen != self._found_at[1]:
+            self._goes_on()  # and came to its end before the next look
 
     # --- what this rank tells --------------------------------------------------------------
 
@@ -163,6 +165,7 @@ class HangWatch:
         if (batches or (trainer.fitting and trainer.validating)) and not trainer.sanity_checking:
             self._starting = False  # also where all of the first epoch lay between two looks
         collectives = sum(tuple(self._strategy.collectives.values()))
+        # `stop` asks for the second.
         return (progress.epoch, progress.batches_seen, progress.batch_idx, progress.global_step, batches, collectives)
 
     def _sleeps_in_sanity_check(self, here: Whereabouts, now: float) -> bool:
@@ -254,10 +257,11 @@ class HangWatch:
             self._end(hang)
 
     def _end(self, hang: Hang) -> None:
-        """End this process. The peers, which lose it now, find there why."""
+        """End this process. The peers, which lose it now, find in the store why; the first to tell it writes the status."""
+        end = End(hang.rank, "hung", hang.headline)
         if not self._store_missed:
-            process_groups.tell_end(End(hang.rank, "hung", hang.headline))
-        if self._told:
+            end = process_groups.tell_end(end)
+        if end.teller in (None, self._rank):
             write_status(self._trainer, "hung", rank=hang.rank, reason=hang.headline, exit_code=1)
         record_error(HangError(hang.headline))
         exit_at_once(1)
@@ -268,9 +272,13 @@ class HangWatch:
 
     def _over(self) -> None:
         """The rank moves again."""
-        self.hang = None
         if self._told:
             self._store.set(_FOUND, self._finding(None))
+        self._goes_on()
+
+    def _goes_on(self) -> None:
+        self.hang = None
+        if self._told:
             _say(f"samestep: the run goes on, at step {self._trainer.global_step}.")
 
     def _what_now(self, hang: Hang) -> str:
