@@ -304,7 +304,6 @@ def _get(store: dist.Store, key: str) -> str:
 
 def _say(text: str) -> None:
     bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may hold the line
-    sys.stderr.write(
-        f"{bar}{text}\n"
-    )  # at once: print would write the end of the line by itself, behind another thread's
+    # At once: print would write the end of the line by itself, behind what another thread writes.
+    sys.stderr.write(f"{bar}{text}\n")
     sys.stderr.flush()
