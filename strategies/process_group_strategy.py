@@ -62,8 +62,8 @@ class ProcessGroupStrategy(Strategy):
     def setup(self) -> None:
         """Join the process groups of the job."""
         super().setup()
-        # Peers that never come are missed after `timeout`; gloo waits up to five times as long for a connection.
-        self._groups = process_groups.join(self.environment, self.device, self.timeout)
+        # Peers that never come are missed after the shorter one; gloo waits up to five times as long for a connection.
+        self._groups = process_groups.join(self.environment, self.device, min(self.timeout, self.startup_timeout))
         self.allow(self.startup_timeout)
 
     def allow(self, timeout: timedelta) -> None:
