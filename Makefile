@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := trainer callbacks strategies examples benchmarks tests
 export OMP_NUM_THREADS ?= 1
+# Tests at a time: most of them wait for processes to start.
+TESTS_AT_ONCE ?= 2
 
 .PHONY: demo test test-slow check format bench test-gpu docs clean
 
@@ -10,7 +12,7 @@ demo: .venv/installed  ## train handwritten digits on two CPU ranks
 	$(BIN)/python examples/digits.py trainer.accelerator=cpu trainer.devices=2
 
 test: .venv/installed  ## the whole suite, without a GPU
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(TESTS_AT_ONCE) --dist loadfile
 
 check: .venv/installed  ## format, lint, types
 	$(BIN)/ruff format --check $(SOURCES)
