@@ -74,7 +74,9 @@ def step(model: nn.Module, backwards: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "kinds", [Block, (Block, nn.Linear), nn.Sequential, lambda m: isinstance(m, nn.Dropout)], ids=str
+    "kinds",
+    [Block, (Block, nn.Linear), nn.Sequential, lambda m: isinstance(m, nn.Dropout)],
+    ids=["a class", "two classes", "a container", "a function"],
 )
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_everything_is_the_same_bit_by_bit(kinds: Any, backwards: int) -> None:
