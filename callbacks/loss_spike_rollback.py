@@ -30,9 +30,10 @@ class LossSpikeRollback(Callback):
     The value is judged where it is logged and reduced (`log_every_n_steps`), so all ranks decide alike, and nothing more is
     communicated. A jump is a value that is not finite, or above the median of the last values by more than `threshold`
     standard deviations, which are taken from the median absolute deviation: a former jump does not hide the next one.
+    A state is good when the loss that is made with it has not jumped, so until then there are two copies.
 
     A checkpoint holds the good state, too, so that a resumed run goes back exactly as the run that was never stopped. It is
-    larger by that: by another copy of parameters and optimizers. On another number of ranks, the state at the resume is
+    larger by that: by another copy of parameters and optimizers, or two. On another number of ranks, the state at the resume is
     the first good one.
 
     Args:
@@ -73,14 +74,15 @@ class LossSpikeRollback(Callback):
         self._values: list[float] = []
         self._judged = -1
         self._good: Any = None
+        self._candidate: Any = None  # good as soon as a loss that was made with its parameters is
         self._goes_on = False  # with the good state of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """The values that the next one is compared with, the good state, and how often the run has gone back."""
         state: dict[str, Any] = {"values": list(self._values), "rollbacks": self.rollbacks}
         if self._good is not None:
-            good = {name: value for name, value in self._good.items() if name != "rank"}
-            state |= {"spikes": self.spikes, "judged": self._judged, "good": good}
+            state |= {"spikes": self.spikes, "judged": self._judged, "good": _shared(self._good)}
+            state["candidate"] = None if self._candidate is None else _shared(self._candidate)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -89,19 +91,27 @@ class LossSpikeRollback(Callback):
         if "good" in state_dict:
             self.spikes, self._judged = state_dict["spikes"], state_dict["judged"]
             self._good = {**(self._good or {}), **state_dict["good"]}
+            candidate = state_dict.get("candidate")
+            # What is this rank's alone comes with its own state; in a running fit, it is there.
+            self._candidate = None if candidate is None else {**self._good, **(self._candidate or {}), **candidate}
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What of the good state is this rank's alone."""
-        return {} if self._good is None else {"good": self._good["rank"]}
+        if self._good is None:
+            return {}
+        return {"good": self._good["rank"], "candidate": None if self._candidate is None else self._candidate["rank"]}
 
     def load_rank_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """With it, the good state is whole."""
         self._good, self._goes_on = {**self._good, "rank": state_dict["good"]}, True
+        if self._candidate is not None:
+            self._candidate = {**self._candidate, "rank": state_dict["candidate"]}
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         """The first good state is the one that training starts with, or that of the checkpoint."""
         if not self._goes_on:
             self._good, self._judged, self.spikes = trainer.take_snapshot(), trainer.global_step, 0
+            self._candidate = None
         self._goes_on = False
 
     def on_train_step_end(self, trainer: Trainer, task: Task) -> None:
@@ -111,13 +121,17 @@ class LossSpikeRollback(Callback):
             return
         value = fresh_value(self, trainer, self.monitor)
         if value is None:
+            trainer.monitored(self.monitor, type(self).__name__)  # it is known, and was not logged in this step
             return
         self._judged = step
         if not self.is_spike(value):
             self.spikes = 0
             self._values = [*self._values, value][-self.window :]
+            if self._candidate is not None:
+                self._good, self._candidate = self._candidate, None
             if step >= self._good["step"] + self.every_n_train_steps:
-                self._good = trainer.take_snapshot()
+                # The loss of this step is of the parameters before it: those it has made may be broken.
+                self._candidate = trainer.take_snapshot()
             return
         self.spikes += 1
         if self.spikes >= self.patience:
@@ -147,4 +161,9 @@ class LossSpikeRollback(Callback):
             f"out (rollback {self.rollbacks} of {self.max_rollbacks})"
         )
         trainer.go_back(self._good)
-        self._judged, self.spikes = trainer.global_step, 0
+        self._judged, self.spikes, self._candidate = trainer.global_step, 0, None
+
+
+def _shared(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a snapshot is the same on all ranks."""
+    return {name: value for name, value in snapshot.items() if name != "rank"}

@@ -141,6 +141,8 @@ class ModelCheckpoint(Callback):
             )
         if filename is not None:
             _check_filename(filename)
+        if dirpath == "":
+            raise ValueError("ModelCheckpoint(dirpath=''): expected a folder, '.' for the present one, or None.")
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.filename, self.monitor, self.verbose, self.mode = filename, monitor, verbose, mode
         self.save_last, self.save_top_k, self.save_weights_only = bool(save_last), save_top_k, save_weights_only

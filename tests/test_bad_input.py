@@ -80,6 +80,7 @@ def test_a_wrong_option_is_refused_at_construction(name: str, value: Any) -> Non
     [
         ({"max_epoch": 3}, "did you mean 'max_epochs'"),
         ({"zzz": 3}, "the options are accelerator"),
+        ({"default_root_dir": ""}, "default_root_dir=''"),
         ({"min_epochs": 5, "max_epochs": 3}, "min_epochs=5 is above max_epochs=3"),
         ({"min_steps": 5, "max_steps": 3}, "min_steps=5 is above max_steps=3"),
         ({"check_val_every_n_epoch": None}, "val_check_interval must be a whole number"),
@@ -107,6 +108,7 @@ def test_one_callback_given_twice() -> None:
         (lambda: DDPStrategy(bucket_cap_mb=0), "bucket_cap_mb=0"),
         (lambda: DDPStrategy(timeout=timedelta(0)), "timeout"),
         (lambda: ModelCheckpoint(mode="best"), "mode='best'"),
+        (lambda: ModelCheckpoint(""), "dirpath=''"),
         (lambda: ModelCheckpoint(save_top_k=2), "without monitor"),
         (lambda: ModelCheckpoint(save_top_k=-2), "save_top_k=-2"),
         (lambda: ModelCheckpoint(every_n_epochs=1, every_n_train_steps=5), "expected one of them"),

@@ -80,3 +80,17 @@ def test_what_can_not_be_tried_is_refused() -> None:
         largest_batch(quiet_trainer(), Limited(4), DataLoader(numbers(4)), most=0)
     with pytest.raises(ValueError, match="needs a DataLoader whose dataset has a length"):
         largest_batch(quiet_trainer(), Limited(4), [torch.ones(3)])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_model_that_can_not_take_a_single_sample_begins_with_two() -> None:
+    class Normed(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    trainer = quiet_trainer(precision=64)
+    assert largest_batch(trainer, Normed(), DataLoader(numbers(8), 2), most=5) == 5
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        largest_batch(trainer, Normed(), DataLoader(numbers(8), 2), most=1)
+    with pytest.raises(ValueError, match="the loader's dataset is empty"):
+        largest_batch(trainer, Normed(), DataLoader([], 2))

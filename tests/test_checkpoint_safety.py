@@ -255,6 +255,8 @@ def test_a_manifest_of_another_shape_is_damaged_and_passed_over(tmp_path: Path) 
             with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: "):
                 folders.verify(second)
             assert passing_over(tmp_path) == first
+    (second / "manifest.json").write_text("[" * 100_000)
+    assert passing_over(tmp_path) == first
     (second / "manifest.json").write_text(json.dumps(content))
     assert newest_intact([tmp_path]) == second, "earlier versions wrote no checksum of the manifest"
 

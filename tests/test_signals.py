@@ -293,10 +293,12 @@ def test_a_signal_that_comes_after_training_is_not_lost() -> None:
         def on_fit_end(self) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
-    trainer = quiet_trainer(max_epochs=1)
+    trainer = quiet_trainer(max_epochs=1, enable_checkpointing=True)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Late(), ones())
     assert trainer.global_step == 8
+    status = json.loads((trainer.run_folder / "status.json").read_text())
+    assert (status["status"], status["exit_code"]) == ("completed", 130)
 
 
 def test_what_is_saved_at_a_signal_is_removed_by_the_run_after_the_next() -> None:

@@ -273,6 +273,40 @@ def test_a_resumed_run_goes_back_as_the_one_that_was_never_stopped(ranks: int, t
     assert other[0][0][3] == whole[0][0][0][3], "on another number of ranks it goes on with a good state of its own"
 
 
+class BreaksItself(Noisy):
+    """In one step the loss is finite, and its gradient is not."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == self.step:
+            loss = loss + (self.net[0].weight.sum() * 0).sqrt()
+        return loss
+
+
+@pytest.mark.parametrize("step", [6, 7, 8])
+def test_a_state_is_good_when_a_loss_made_with_it_is(step: int) -> None:
+    """Copies are made behind steps 4, 8, …: batch 7 makes the eighth step."""
+    back = LossSpikeRollback("loss", threshold=30, every_n_train_steps=4)
+    trainer = quiet_trainer(max_epochs=1, precision=64, seed=3, log_every_n_steps=1, callbacks=[back])
+    task = BreaksItself(step)
+    trainer.fit(task, DataLoader(data_with(0.0), SIZE))
+    assert back.rollbacks == 1
+    assert parameters_of(task).isfinite().all()
+    assert trainer.global_step == BATCHES - (step + 2 - (8 if step == 8 else 4))
+
+
+def test_a_name_that_no_step_logs_is_refused() -> None:
+    trainer = quiet_trainer(max_epochs=1, precision=64, log_every_n_steps=1, callbacks=[LossSpikeRollback("los")])
+    with pytest.raises(
+        RuntimeError, match="LossSpikeRollback monitors 'los', which was not logged: expected one of 'loss'"
+    ):
+        trainer.fit(Noisy(), DataLoader(data_with(0.0), SIZE), DataLoader(data_with(0.0), SIZE))
+
+
 def test_the_way_back_is_told_and_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         DivergedError, match=r"loss jumped to .* at step 9, of late .*, after 1 rollback: expected no more"

@@ -12,8 +12,9 @@ from run_ranks import errors_of_ranks, run_ranks
 from samestep.callbacks import Callback
 from samestep.strategies import DDPStrategy
 from samestep.trainer import Task
-from tasks import parameters_of, quiet_trainer
+from tasks import ScalarWeight, parameters_of, quiet_trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 
 def this_rank() -> int:
@@ -283,3 +284,14 @@ def test_levers_that_use_gradients_before_the_weights_are_known_are_refused(leve
         match=f'a loss with a "weight" and .*{next(iter(lever.values())) if "comm_hook" in lever else "optimizer_in_backward"}',
     ):
         updates([[[1.0]]], **lever)
+
+
+def test_a_key_that_is_all_but_the_weight_is_refused() -> None:
+    class Misspelt(ScalarWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.w.sum(), "weights": 2, "height": 3}
+
+    with pytest.raises(
+        ValueError, match=r"Misspelt\.training_step returns 'weights' beside the loss: expected 'weight'"
+    ):
+        quiet_trainer(max_epochs=1).fit(Misspelt(), DataLoader(torch.ones(4), 2))

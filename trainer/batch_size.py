@@ -40,7 +40,7 @@ def largest_batch(trainer: Trainer, task: Task, loader: DataLoader[Any], *, most
         most: samples at most.
 
     Raises:
-        ValueError: `most` is below 1, the loader has no dataset of known length, or the task optimizes by itself.
+        ValueError: `most` is below 1, the loader's dataset is empty or has no length, or the task optimizes by itself.
         torch.OutOfMemoryError: not even one sample fits on a rank; raised on all ranks.
     """
     if most < 1:
@@ -49,6 +49,8 @@ def largest_batch(trainer: Trainer, task: Task, loader: DataLoader[Any], *, most
         raise ValueError(
             "largest_batch needs a DataLoader whose dataset has a length: trial batches are made of its samples."
         )
+    if not len(cast("Any", loader.dataset)):
+        raise ValueError("largest_batch: the loader's dataset is empty, expected one sample or more.")
     with session(trainer, "fit", task, None):
         if not task.automatic_optimization:
             raise ValueError("largest_batch with automatic_optimization=False: the task takes its steps by itself.")
@@ -64,12 +66,20 @@ def largest_batch(trainer: Trainer, task: Task, loader: DataLoader[Any], *, most
 
 def _search(fits: Callable[[int], bool], most: int) -> int:
     """The largest size that fits, 0 where none does: doubled until one does not, then halved in between."""
-    good, size = 0, 1
-    while fits(size):
+    least = 1
+    try:
+        fitting = fits(1)
+    except Exception:
+        if most == 1:
+            raise
+        least, fitting = 2, fits(2)  # BatchNorm can't take a single sample
+    good, size = least - 1, least
+    while fitting:
         good = size
         if size == most:
             return most
         size = min(2 * size, most)
+        fitting = fits(size)
     bad = size
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -77,7 +87,7 @@ def _search(fits: Callable[[int], bool], most: int) -> int:
             good = middle
         else:
             bad = middle
-    return good
+    return good if good >= least else 0
 
 
 def _trial(trainer: Trainer, task: Task, loader: DataLoader[Any]) -> Callable[[int], bool]:

@@ -167,6 +167,8 @@ class TrainerConfig:
         _one_of(self, "hang_action", ("report", "exit"))
         _one_of(self, "deterministic", (True, False, "warn"))
         _one_of(self, "resume_batch", ("keep", "scale"))
+        if self.default_root_dir == "":
+            raise _wrong(self, "default_root_dir", "a folder, '.' for the present one, or None")
         for name in ("max_epochs", "max_steps", "num_sanity_val_steps"):
             _whole(self, name, least=-1, optional=name == "max_epochs")
         for name in ("min_epochs", "min_steps"):

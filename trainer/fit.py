@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..callbacks.step_panel import StepPanel
 from .agreement import compare, optimizers_of
 from .checkpoint import Checkpoint
 from .control import LEAVE, STOP, WRITTEN, ControlWord
@@ -105,6 +106,9 @@ class FitRun:
         self.deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         trainer.training, trainer.active_log = True, loop.log
         self._call("on_train_start")
+        if not any(isinstance(callback, StepPanel) for callback in trainer.callbacks):  # else the panel says it
+            for label, remark in trainer.plan.remarks.items():
+                trainer.print(f"{label}: {remark}")
         if self.resumption is not None:
             if not trainer.progress.batch_idx:
                 self.resumption.take_up(loop)

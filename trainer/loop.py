@@ -23,7 +23,7 @@ from .hooks import overrides
 from .metrics.log import MetricLog
 from .metrics.objects import load_metric_states, metric_states
 from .task import Task
-from .weighted_loss import WeightedLoss, agreed
+from .weighted_loss import WeightedLoss, agreed, check_weight_name
 
 if TYPE_CHECKING:
     from .fit import FitRun
@@ -333,6 +333,8 @@ class TrainingLoop:
                 f'{type(self.task).__name__}.training_step returns a loss with a "weight" in some micro-batches only: '
                 "expected it in all, or in none."
             )
+        if self._weight_seen is None:
+            check_weight_name(self.task, output)
         self._weight_seen = has_weight
         return self.weights.divide(loss, output["weight"]) if has_weight else loss / divisor
 

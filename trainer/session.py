@@ -101,7 +101,7 @@ def session(trainer: Trainer, stage: str, task: Task, datamodule: DataModule | N
             if prepared:
                 _teardown(trainer, stage, failure)
         if stage == "fit" and trainer.is_global_zero:
-            write_status(trainer, "completed", reason=trainer.stop_reason, exit_code=0)
+            write_status(trainer, "completed", reason=trainer.stop_reason, exit_code=trainer.signals.exit_code)
 
 
 def _note_exit(trainer: Trainer, status: str, reason: str, code: int) -> None:

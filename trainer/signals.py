@@ -101,6 +101,11 @@ class SignalHandlers:
             error.is_known = True
 
     @property
+    def exit_code(self) -> int:
+        """What this process leaves with when its run is complete: a signal that came too late to matter ends the program."""
+        return self._raised().exit_code if self._received else 0
+
+    @property
     def is_being_ended(self) -> bool:
         """Whether SIGTERM has come: from a scheduler, or from a launcher that has seen another rank end."""
         return self._received == signal.SIGTERM

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,24 @@ from ..strategies.base import Strategy
 
 _ESTIMATES = 1e-30, 1e30
 """A loss divided by more or less would leave the range of float32."""
+
+
+def check_weight_name(task: object, output: Any) -> None:
+    """Refuse a key beside the loss that is all but "weight": without it, the loss would be taken for a mean.
+
+    Raises:
+        ValueError: names it.
+    """
+    keys = (
+        [key for key in cast("Mapping[Any, Any]", output) if isinstance(key, str)]
+        if isinstance(output, Mapping)
+        else []
+    )
+    if "weight" not in keys and (near := get_close_matches("weight", keys, 1, 0.9)):
+        raise ValueError(
+            f"{type(task).__name__}.training_step returns {near[0]!r} beside the loss: expected 'weight', if it is what the loss "
+            "is a sum over, or a name that can't be taken for it."
+        )
 
 
 class WeightedLoss:

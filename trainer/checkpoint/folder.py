@@ -83,7 +83,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         reason = f"it has no {MANIFEST}" if path.is_dir() else "there is no such folder"
         raise CheckpointError(f"{path} is no checkpoint: {reason}.{_neighbours(path)}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST} can't be read: {error}.{_neighbours(path)}") from None
     _check_format(path, manifest)
     if problem := _problem(manifest):
@@ -222,7 +222,7 @@ def checkpoints_in(*folders: Path) -> list[tuple[Path, dict[str, Any]]]:
             try:
                 manifest = json.loads((entry / MANIFEST).read_text("utf-8"))
                 created, step = created_at(manifest), int(manifest["step"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 manifest = {}
                 created, step = datetime.fromtimestamp(entry.stat().st_mtime, timezone.utc), -1
             found.append((created, step, entry, manifest))

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="chooses the steps, ranks and hooks in which it dies (default: 0)"
     )
     parser.add_argument("--save-every", type=_positive, default=3, help="steps between checkpoints (default: 3)")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one start may take (default: 1800)")
+    parser.add_argument(
+        "--timeout", type=_positive, default=1800, help="seconds that one start may take (default: 1800)"
+    )
     parser.add_argument("--keep", metavar="FOLDER", help="keep checkpoints, notes and output here (default: removed)")
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, help="-- the program and its arguments: -- train.py lr=0.1"

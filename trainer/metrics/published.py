@@ -80,8 +80,13 @@ class PublishedMetrics:
             return None
         raise RuntimeError(
             f"{who} monitors {name!r}, which was not logged: expected one of "
-            f"{', '.join(map(repr, self.for_callbacks)) or '(nothing was logged)'}."
+            f"{', '.join(map(repr, self.for_callbacks)) or '(nothing was logged)'}.{self._without_validation()}"
         )
+
+    def _without_validation(self) -> str:
+        if not self._trainer.fitting or self._trainer.val_dataloaders:
+            return ""
+        return " There is no validation in this fit: it has no validation loader."
 
     def _refuse_shared_names(self, logged: Logged, log: MetricLog) -> None:
         """Refuse a name of both training and validation: a monitor would follow now the one, now the other.
