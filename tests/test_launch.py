@@ -201,6 +201,7 @@ def test_the_parent_checks_before_it_starts_anything(program: Path) -> None:
 
 
 def test_a_prompt_can_not_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a worker of pytest has none
     monkeypatch.setattr(sys, "orig_argv", ["python"])
     with pytest.raises(RuntimeError, match="this process has no program"):
         own_command()

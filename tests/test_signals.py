@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -274,13 +275,13 @@ class KillsWorkers(ScalarWeight):
     """Sends SIGINT and SIGUSR1 to the loader's workers, as a terminal and a scheduler do."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            os.kill(int(child), signal.SIGINT)
-            os.kill(int(child), signal.SIGUSR1)
+        for worker in multiprocessing.active_children():
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGINT)
+            os.kill(worker.pid, signal.SIGUSR1)
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds children in /proc")
 def test_workers_of_loaders_go_on_after_a_signal_to_the_whole_group() -> None:
     trainer = quiet_trainer(max_epochs=1)
     with_workers = DataLoader(torch.ones(8), 1, num_workers=2, multiprocessing_context="fork")
