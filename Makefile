@@ -30,7 +30,7 @@ bench: .venv/installed  ## what a step costs beside the raw loop
 	$(BIN)/python benchmarks/compare.py --impls raw,samestep --ranks 2 --mode bare
 	$(BIN)/python benchmarks/import_time.py
 
-test-slow: .venv/installed  ## the slow part: every pair of levers, many kills, launch scripts, whole programs
+test-slow: .venv/installed  ## the suite's slow part: many kills and restarts, launch scripts, whole programs
 	$(BIN)/pytest -m slow
 
 test-gpu: .venv/installed  ## what needs CUDA

@@ -333,7 +333,7 @@ class TrainingLoop:
                 f'{type(self.task).__name__}.training_step returns a loss with a "weight" in some micro-batches only: '
                 "expected it in all, or in none."
             )
-        if self._weight_seen is None:
+        if self.weighted is None:  # in the first step
             check_weight_name(self.task, output)
         self._weight_seen = has_weight
         return self.weights.divide(loss, output["weight"]) if has_weight else loss / divisor
